@@ -1,0 +1,43 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all lint format bench proto clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; name it with PYTHON=python3.x" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+.PHONY: $(VENV)
+$(VENV): $(STAMP)
+
+demo: $(STAMP)  ## a coordinator and four islands train a small language model on this machine
+	$(BIN)/diloco demo $(ARGS)
+
+test: $(STAMP)  ## everything but the tests marked slow
+	$(BIN)/pytest -m 'not slow' $(ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python proto/generate.py --check
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## prints a table and writes bench.json
+	$(BIN)/python -m benchmarks.run --json bench.json $(ARGS)
+
+proto: $(STAMP)  ## regenerates diloco/v1 from proto/
+	$(BIN)/python proto/generate.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

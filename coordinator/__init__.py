@@ -1,0 +1,1 @@
+"""The coordinator: collects contributions, takes outer steps, streams updates."""

@@ -1,0 +1,111 @@
+"""`diloco coordinator`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from diloco.errors import EnvironmentFault, ExitCode
+
+if TYPE_CHECKING:
+    import grpc
+
+    from coordinator.run import Run
+    from diloco.config import RunConfig
+
+log = logging.getLogger("diloco.coordinator")
+
+
+@click.command()
+@click.argument("run_file", metavar="RUN.TOML")
+@click.option("--state", required=True, metavar="DIR", help="Folder of the run's durable state.")
+@click.option("--listen", required=True, metavar="HOST:PORT", help="Address to listen on; port 0 takes a free one.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting of the run.")
+@click.option("--threads", default=0, metavar="N", help="CPU threads of the outer step; 0 takes all cores.")
+def coordinator(run_file: str, state: str, listen: str, overrides: tuple[str, ...], threads: int) -> int:
+    """Run the coordinator of one run, until SIGTERM or Ctrl-C.
+
+    The connection is not encrypted: listen on an address that only your islands reach.
+    """
+    from diloco.cli import read_text
+    from diloco.config import load_run
+
+    config = load_run(read_text(run_file), run_file, overrides).value
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+    return asyncio.run(serve(config, Path(state), listen))
+
+
+async def serve(config: RunConfig, state: Path, listen: str) -> int:
+    """Serves a run until a signal, then takes a last snapshot. Returns the exit code.
+
+    Raises:
+        EnvironmentFault: the address cannot be listened on, or the state folder cannot be used.
+        RunMismatch: the state folder belongs to another run.
+    """
+    from coordinator.run import Run
+    from coordinator.store import Store
+
+    store = Store(state)
+    try:
+        run = Run(config, store, time.monotonic)
+        server, port = await listen_on(run, listen)
+        run.begin()
+        host = listen.rpartition(":")[0]
+        log.info("run %s: coordinator listens on %s:%d, state in %s", config.run.id, host, port, state)
+        received = await _until_signal(run)
+        log.info("stopping: %s", received.name)
+        await server.stop(grace=1.0)
+        await run.finish()
+        return ExitCode.OK if received is signal.SIGTERM else ExitCode.INTERRUPTED
+    finally:
+        store.close()
+
+
+async def listen_on(run: Run, listen: str) -> tuple[grpc.aio.Server, int]:
+    """Starts a gRPC server for a run; returns it and its port."""
+    import grpc
+
+    from coordinator.service import OPTIONS, Service
+
+    server = grpc.aio.server(options=OPTIONS)
+    server.add_generic_rpc_handlers((Service(run).handler(),))
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise EnvironmentFault(
+            f"cannot listen on {listen}: the port is in use or the address is not this machine's; "
+            "name another with --listen HOST:PORT"
+        ) from error
+    await server.start()
+    return server, port
+
+
+async def _until_signal(run: Run) -> signal.Signals:
+    """Waits for SIGTERM or SIGINT, or for the run to fail."""
+    loop = asyncio.get_running_loop()
+    received: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def stop(which: signal.Signals) -> None:
+        if not received.done():
+            received.set_result(which)
+
+    def fail(failed: asyncio.Future[None]) -> None:
+        error = None if failed.cancelled() else failed.exception()
+        if error and not received.done():
+            received.set_exception(error)
+
+    for which in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(which, stop, which)
+    run.failed.add_done_callback(fail)
+    return await received

@@ -1,0 +1,125 @@
+"""Contributions that are arriving: which parts of which island are here, and whether they make a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from coordinator.fold import Part
+from coordinator.store import read_payload
+from diloco.codec import Codec
+from diloco.errors import Conflict, Malformed
+from diloco.fragments import Fragment
+from diloco.layout import Box, Piece
+
+
+class Coverage:
+    """Which boxes of a fragment's tensors have come. Whole when every element has come exactly once."""
+
+    def __init__(self, fragment: Fragment) -> None:
+        self._fragment = fragment
+        self._boxes: dict[int, list[Box]] = {tensor: [] for tensor in fragment.tensors}
+        self._missing = fragment.numel
+
+    @property
+    def whole(self) -> bool:
+        return not self._missing
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Takes the pieces of one part. Raises `Malformed`, and takes none, where one is foreign or known already."""
+        fresh: dict[int, list[Box]] = {}
+        for piece in pieces:
+            if piece.tensor not in self._boxes:
+                raise Malformed(f"tensor {piece.tensor} is not part of fragment {self._fragment.index}")
+            known = self._boxes[piece.tensor] + fresh.get(piece.tensor, [])
+            if piece.box.numel and any(box.overlaps(piece.box) for box in known):
+                raise Malformed(f"tensor {piece.tensor}: {piece.box} has come already, from another rank")
+            fresh.setdefault(piece.tensor, []).append(piece.box)
+        for tensor, boxes in fresh.items():
+            self._boxes[tensor] += boxes
+            self._missing -= sum(box.numel for box in boxes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """One rank's part, on disk."""
+
+    pieces: tuple[Piece, ...]
+    codec: Codec
+    path: Path
+    digest: str
+
+    def part(self) -> Part:
+        """The part with its payload as a memory map."""
+        return Part(pieces=self.pieces, codec=self.codec, payload=read_payload(self.path))
+
+
+@dataclass(kw_only=True)
+class Inbound:
+    """What has come of one island's contribution to one round."""
+
+    epoch: int
+    coverage: Coverage
+    parts: dict[int, Stored] = field(default_factory=dict)
+
+    def add(self, rank: int, stored: Stored) -> bool:
+        """Takes a rank's part; returns whether it was known already.
+
+        Raises:
+            Conflict: the rank has sent other bytes under the same key.
+            Malformed: its pieces do not fit.
+        """
+        known = self.parts.get(rank)
+        if known is not None:
+            if (known.digest, known.pieces) != (stored.digest, stored.pieces):
+                raise Conflict(f"rank {rank} has sent {known.digest} before and sends {stored.digest} now")
+            return True
+        self.coverage.add(stored.pieces)
+        self.parts[rank] = stored
+        return False
+
+
+class SeedBed:
+    """The first parameters, as they arrive from one epoch of one island."""
+
+    def __init__(self, epoch: int, fragments: Sequence[Fragment]) -> None:
+        self.epoch = epoch
+        self._fragments = fragments
+        self._coverage = [Coverage(fragment) for fragment in fragments]
+        self.anchors = [torch.empty(fragment.numel, dtype=torch.float32) for fragment in fragments]
+
+    def add(self, fragment: int, part: Part) -> None:
+        """Places a rank's pieces. Raises `DivergedError` or `Malformed`, and places none."""
+        part.check_finite()
+        self._coverage[fragment].add(part.pieces)
+        chart = self._fragments[fragment]
+        for piece, payload in part.split():
+            where = chart.place[piece.tensor]
+            spec, start = chart.specs[where], chart.starts[where]
+            values = torch.empty(piece.box.numel, dtype=torch.float32)
+            part.codec.decode(payload, values)
+            tensor = self.anchors[fragment][start : start + spec.numel].view(spec.shape)
+            tensor[piece.box.slices] = values.view(piece.box.size)
+
+    @property
+    def whole(self) -> bool:
+        return all(coverage.whole for coverage in self._coverage)
+
+
+def select(tensors: Fragment, payload: Tensor, pieces: Sequence[Piece], codec: Codec) -> list[Tensor]:
+    """The parts of a fragment's payload (uint8, tensors in flat order) that decode to `pieces`, in their order."""
+    ends = list(accumulate(codec.size(spec.numel) for spec in tensors.specs))
+    out = []
+    for piece in pieces:
+        where = tensors.place.get(piece.tensor)
+        if where is None:
+            raise Malformed(f"tensor {piece.tensor} is not part of fragment {tensors.index}")
+        spec = tensors.specs[where]
+        whole = payload[ends[where] - codec.size(spec.numel) : ends[where]]
+        out.append(codec.select(whole, spec.shape, piece.box))
+    return out

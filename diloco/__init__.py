@@ -1,0 +1,1 @@
+"""Low-communication training across islands: the algorithm, free of gRPC, disks and clocks."""

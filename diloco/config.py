@@ -1,0 +1,266 @@
+"""The run's settings: one TOML file, owned by the coordinator and served to every island that joins.
+
+Whatever islands must agree on is here (model, inner schedule, sync, outer optimizer, wire, rounds), so they
+cannot disagree. What is local to an island is in `island/config.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from diloco.errors import ConfigError
+from diloco.settings import Resolved, Settings, Table, parse, resolve, to_toml
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+CodecName = Literal["fp32", "bf16"]
+Strategy = Literal["whole", "sequential", "strided", "balanced"]
+BufferPolicy = Literal["local", "average", "first"]
+Weighting = Literal["tokens", "uniform"]
+
+
+class RunSection(Settings):
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    """Name of the run; every key, file and metric carries it. Letters, digits, '.', '_' and '-'."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seeds the first parameters and the order of the data."""
+    steps: Positive = 1000
+    """Inner steps that every island takes in the run."""
+
+
+class ModelConfig(Settings):
+    vocab_size: Positive = 256
+    """Tokens in the vocabulary; 256 is bytes."""
+    dim: Positive = 64
+    """Width of the residual stream. A multiple of `heads`, with an even quotient (RoPE turns pairs)."""
+    layers: Positive = 4
+    """Transformer blocks."""
+    heads: Positive = 4
+    """Query heads."""
+    kv_heads: Positive = 4
+    """Key and value heads (grouped-query attention). Divides `heads`."""
+    ffn_dim: Positive = 176
+    """Hidden width of the SwiGLU feed-forward block."""
+    sequence_length: Annotated[int, Field(ge=2)] = 64
+    """Tokens of one training sequence, and the longest context the model sees."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    """Base of the rotary frequencies."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the mean square in RMSNorm."""
+    tie_embeddings: bool = False
+    """Whether the output projection is the embedding matrix. Tied, it is one tensor in the layout."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ModelConfig:
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise ValueError(
+                f"model.dim ({self.dim}) must be an even multiple of model.heads ({self.heads}): "
+                f"set model.dim={self.heads * 2 * max(1, self.dim // (2 * self.heads))}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.kv_heads ({self.kv_heads}) must divide model.heads ({self.heads}): "
+                f"set model.kv_heads={math.gcd(self.kv_heads, self.heads)}"
+            )
+        return self
+
+
+class InnerConfig(Settings):
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Inner optimizer. Its state is local to an island and is never reset by a sync."""
+    lr: Annotated[float, Field(gt=0)] = 4e-4
+    """Peak learning rate (DiLoCo 2023: 4e-4)."""
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """Shape after the warm-up. It follows the run's step, never an island's own restarts."""
+    warmup_steps: NonNegative = 0
+    """Steps of linear warm-up from 0; once per run."""
+    min_lr_ratio: Fraction = 0.1
+    """Learning rate at the last step, as a share of `lr`."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay of the inner optimizer. The outer one has none."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """AdamW's moment decays."""
+    clip_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 leaves gradients as they are."""
+
+
+class SyncConfig(Settings):
+    every_steps: Positive = 500
+    """H: inner steps between two syncs of the same fragment."""
+    strategy: Strategy = "whole"
+    """How tensors form fragments: all in one; runs of layers; layers strided through the depth (Streaming
+    DiLoCo); tensors packed to equal bytes (Decoupled DiLoCo)."""
+    fragments: Positive = 1
+    """P: number of fragments. Divides `every_steps` unless `offsets_steps` is given."""
+    offsets_steps: tuple[int, ...] = ()
+    """First sync step of each fragment, 1..H, all different. Empty: (p + 1) * H / P."""
+    overlap_steps: NonNegative = 0
+    """tau: inner steps between sending a contribution and applying the update. Less than H."""
+    alpha: Fraction = 0.0
+    """Share of the local parameters kept when an update is applied (Streaming DiLoCo, the local merge)."""
+    buffers: BufferPolicy = "local"
+    """Floating-point buffers that are saved with the model: each island keeps its own; the plain mean of all
+    islands at each sync; or the first island's, for ever."""
+    embeddings: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*")
+    """Name patterns of tensors outside any layer that belong to the first fragment; the rest go to the
+    last."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> SyncConfig:
+        h, p = self.every_steps, self.fragments
+        if self.strategy == "whole" and p != 1:
+            raise ValueError(
+                f"sync.strategy 'whole' has one fragment, not sync.fragments ({p}): "
+                "set sync.fragments=1 or sync.strategy='strided'"
+            )
+        if self.offsets_steps and p <= h:
+            offsets, spread = self.offsets_steps, [1 + i * h // p for i in range(p)]
+            if len(offsets) != p or len(set(offsets)) != p or not all(1 <= o <= h for o in offsets):
+                raise ValueError(
+                    f"sync.offsets_steps ({list(offsets)}) must be sync.fragments ({p}) different steps "
+                    f"from 1 to sync.every_steps ({h}): set sync.offsets_steps={spread}"
+                )
+        elif h % p:
+            fits = [f"sync.every_steps={steps}" for steps in (h - h % p, h - h % p + p) if steps]
+            raise ValueError(
+                f"sync.every_steps ({h}) is not a multiple of sync.fragments ({p}): "
+                f"set {' or '.join(fits)}, or give sync.offsets_steps"
+            )
+        if self.overlap_steps >= h:
+            raise ValueError(
+                f"sync.overlap_steps ({self.overlap_steps}) must be below sync.every_steps ({h}), because an "
+                "update is applied before the fragment's next contribution: "
+                f"set sync.overlap_steps={h - 1} or less"
+            )
+        return self
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First sync step of each fragment."""
+        h, p = self.every_steps, self.fragments
+        return self.offsets_steps or tuple((i + 1) * h // p for i in range(p))
+
+
+class OuterConfig(Settings):
+    lr: Annotated[float, Field(gt=0)] = 0.7
+    """Outer learning rate. 0.7 suits 8 islands at H=500; at H=30 the papers use 0.4 to 0.6 for 1 to 4
+    islands."""
+    momentum: Decay = 0.9
+    """Outer Nesterov momentum; 0 is plain SGD."""
+
+
+class MergeConfig(Settings):
+    weights: Weighting = "tokens"
+    """Weight of a contribution in the mean: tokens trained since the fragment was last adopted, or 1."""
+
+
+class WireConfig(Settings):
+    up: CodecName = "fp32"
+    """Codec of contributions."""
+    down: CodecName = "fp32"
+    """Codec of updates. What it drops stays in the coordinator's residual and is sent later."""
+    chunk_bytes: Annotated[int, Field(ge=4096, le=4 * 2**20)] = 2**20
+    """Payload of one message of a bulk stream. 256 KiB to 1 MiB is fastest."""
+
+
+class RoundsConfig(Settings):
+    start_islands: Positive = 1
+    """Islands that must have loaded the first parameters before the run starts."""
+    quorum: Positive = 1
+    """Contributions without which a round is never committed."""
+    grace_s: Annotated[float, Field(ge=0)] = 30.0
+    """Once the quorum has contributed, how long the round waits for the other active islands."""
+    deadline_s: Seconds = 600.0
+    """Hard limit of a round, from its first contribution. Below quorum it ends as skipped."""
+    lease_s: Seconds = 30.0
+    """An island that has sent no heartbeat for this long is lost. Islands send one every third of it."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> RoundsConfig:
+        if self.grace_s > self.deadline_s:
+            raise ValueError(
+                f"rounds.grace_s ({self.grace_s:g}) is longer than rounds.deadline_s ({self.deadline_s:g}): "
+                f"set rounds.grace_s={self.deadline_s:g} or rounds.deadline_s={self.grace_s:g}"
+            )
+        return self
+
+
+class SnapshotConfig(Settings):
+    every_rounds: Positive = 1
+    """A snapshot of the outer state is written after this many commits, and when the coordinator stops."""
+    keep: Positive = 2
+    """Snapshots kept; older ones are removed once a newer one is complete."""
+
+
+class RunConfig(Settings):
+    """Everything islands must agree on."""
+
+    run: RunSection
+    model: ModelConfig = ModelConfig()
+    inner: InnerConfig = InnerConfig()
+    sync: SyncConfig = SyncConfig()
+    outer: OuterConfig = OuterConfig()
+    merge: MergeConfig = MergeConfig()
+    wire: WireConfig = WireConfig()
+    rounds: RoundsConfig = RoundsConfig()
+    snapshot: SnapshotConfig = SnapshotConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> RunConfig:
+        first = min(self.sync.offsets)
+        if self.run.steps < first:
+            raise ValueError(
+                f"run.steps ({self.run.steps}) ends before the first sync, which sync.every_steps "
+                f"({self.sync.every_steps}) puts at step {first}: "
+                f"set run.steps={first} or lower sync.every_steps"
+            )
+        if self.rounds.quorum > self.rounds.start_islands:
+            raise ValueError(
+                f"rounds.quorum ({self.rounds.quorum}) is above rounds.start_islands "
+                f"({self.rounds.start_islands}), so a run that starts could never commit: "
+                f"set rounds.quorum={self.rounds.start_islands} or rounds.start_islands={self.rounds.quorum}"
+            )
+        return self
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the canonical TOML of these settings."""
+        return hashlib.sha256(to_toml(self).encode()).hexdigest()
+
+
+PRESETS: dict[str, Table] = {
+    "diloco": {
+        "sync": {"strategy": "whole", "fragments": 1, "every_steps": 500, "overlap_steps": 0, "alpha": 0.0},
+        "outer": {"lr": 0.7, "momentum": 0.9},
+    },
+    "streaming": {
+        "sync": {"strategy": "strided", "fragments": 2, "every_steps": 100, "overlap_steps": 1, "alpha": 0.5},
+        "outer": {"lr": 0.4, "momentum": 0.9},
+        "wire": {"up": "bf16", "down": "bf16"},
+    },
+}
+"""`preset = "..."` atop a run file: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512)."""
+
+
+def load_run(text: str, source: str, overrides: Sequence[str] = ()) -> Resolved[RunConfig]:
+    """Reads a run file: defaults, then its preset, then the file, then `overrides`.
+
+    Raises:
+        ConfigError: with the key, the source and what to write instead.
+    """
+    table = parse(text, source)
+    name = table.pop("preset", None)
+    layers: list[tuple[str, Table]] = [(source, table)]
+    if name is not None:
+        if not isinstance(name, str) or name not in PRESETS:
+            raise ConfigError(f"{source}: unknown preset {name!r}; known: {', '.join(PRESETS)}")
+        layers.insert(0, (f"preset {name}", PRESETS[name]))
+    return resolve(RunConfig, layers, overrides)

@@ -1,0 +1,206 @@
+"""The island's half of the algorithm, as one rank sees it: anchors of its own pieces, and what a sync does to them.
+
+    stage -> encode -> (the coordinator) -> decode -> mix
+
+Tensors and plain values in, tensors and plain values out; threads, sockets and process groups belong to the caller.
+Anchors are fp32 on the CPU (pinned where there is CUDA), so a device holds no more than the one tensor being mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from diloco.codec import Codec
+from diloco.digest import combine, digest
+from diloco.errors import DivergedError, LayoutError
+from diloco.fragments import Fragment
+from diloco.layout import Box, Piece, TensorSpec
+
+
+@dataclass(kw_only=True, eq=False)
+class Held:
+    """One piece that this rank holds, and its anchor."""
+
+    piece: Piece
+    spec: TensorSpec
+    start: int
+    """Flat offset of the piece's tensor in its fragment."""
+    local: Tensor
+    """The training parameters of the piece, fp32, on the training device; shares storage with the model."""
+    owners: tuple[int, ...]
+    """Ranks of the island that hold this piece; the first sends, receives and counts for it."""
+    anchor: Tensor = field(init=False)
+    """The outer parameters of the piece, fp32, CPU. Never shares storage with `local`."""
+
+    def __post_init__(self) -> None:
+        if self.local.dtype != torch.float32:
+            raise LayoutError(
+                f"tensor '{self.spec.name}' is {self.local.dtype}: small inner steps would vanish. Keep float32 "
+                "parameters and compute in bfloat16 (FSDP: MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+            )
+        self.anchor = torch.empty(self.local.shape, dtype=torch.float32, pin_memory=self.local.is_cuda)
+        self.anchor.copy_(self.local)
+
+    @property
+    def box(self) -> Box:
+        return self.piece.box
+
+    def digest(self) -> int:
+        """This piece's part of its fragment's digest."""
+        return digest(self.anchor, self.start, self.spec.shape, self.box)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a fragment stands on this island: the version of its anchor, and the round that ends next."""
+
+    version: int
+    round: int
+
+
+class Replica:
+    """One rank's anchors and what a sync does with them.
+
+    Args:
+        rank: this rank in its island.
+        fragments: the run's fragments, the static one (if any) last.
+        held: the pieces of this rank, in any order.
+        up, down: codecs of contributions and of updates.
+        alpha: share of the local parameters kept when an update is applied.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        fragments: Sequence[Fragment],
+        held: Iterable[Held],
+        up: Codec,
+        down: Codec,
+        alpha: float,
+    ) -> None:
+        self.rank, self.fragments, self.up, self.down, self.alpha = rank, fragments, up, down, alpha
+        pieces = sorted(held, key=lambda h: (h.piece.tensor, h.box.offset))
+        self._held = [[h for h in pieces if h.piece.tensor in f.place] for f in fragments]
+        self.position = [Position(0, 0) for _ in fragments]
+
+    def held(self, fragment: int) -> list[Held]:
+        """All pieces of a fragment on this rank, in the order of tensors and offsets."""
+        return self._held[fragment]
+
+    def owned(self, fragment: int) -> list[Held]:
+        """The pieces this rank sends and receives for its island."""
+        return [h for h in self._held[fragment] if h.owners[0] == self.rank]
+
+    # -- up ---------------------------------------------------------------------------------------------------
+
+    def stage(self, fragment: int) -> list[Tensor]:
+        """Copies the owned pieces' local parameters to the CPU: the one thing that holds the training thread.
+
+        Returns:
+            One fp32 CPU tensor per owned piece. On CUDA the copies go to pinned memory and are complete on return.
+        """
+        staged = [torch.empty_like(h.anchor, pin_memory=h.local.is_cuda) for h in self.owned(fragment)]
+        for copy, held in zip(staged, self.owned(fragment), strict=True):
+            copy.copy_(held.local, non_blocking=True)
+        if any(h.local.is_cuda for h in self.owned(fragment)):
+            torch.cuda.current_stream().synchronize()
+        return staged
+
+    def contribution_size(self, fragment: int) -> int:
+        """Bytes that this rank sends for one contribution."""
+        return sum(self.up.size(h.box.numel) for h in self.owned(fragment))
+
+    def encode(self, fragment: int, staged: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Turns staged parameters into the payload of a contribution, piece by piece (uint8).
+
+        The pseudo-gradient is anchor minus local, in fp32: a descent direction (DiLoCo, algorithm 1).
+
+        Raises:
+            DivergedError: a pseudo-gradient that is not finite.
+        """
+        for held, copy in zip(self.owned(fragment), staged, strict=True):
+            pseudo_gradient = torch.sub(held.anchor, copy, out=copy).view(-1)
+            if not torch.isfinite(pseudo_gradient).all():
+                raise DivergedError(f"the pseudo-gradient of '{held.spec.name}' is not finite", tensor=held.spec.name)
+            payload = torch.empty(self.up.size(held.box.numel), dtype=torch.uint8)
+            self.up.encode(pseudo_gradient, payload)
+            yield payload
+
+    # -- down -------------------------------------------------------------------------------------------------
+
+    def update_size(self, held: Sequence[Held]) -> int:
+        """Bytes of an update for some pieces."""
+        return sum(self.down.size(h.box.numel) for h in held)
+
+    def decode(self, held: Sequence[Held], payload: Tensor) -> None:
+        """Moves the anchors of some pieces by an update: `anchor <- anchor - decoded`, the same bits everywhere.
+
+        Args:
+            held: pieces of one fragment, in the order of the payload.
+            payload: uint8 [update_size(held)].
+
+        Raises:
+            CodecError: the payload has another size; no anchor has moved.
+        """
+        self.down.check(payload, sum(h.box.numel for h in held))
+        for h, part in self._split(held, payload, self.down):
+            step = torch.empty(h.box.numel, dtype=torch.float32)
+            self.down.decode(part, step)
+            h.anchor.sub_(step.view(h.box.size))
+
+    def load(self, held: Sequence[Held], payload: Tensor, codec: Codec) -> None:
+        """Replaces the anchors of some pieces by whole values, as when joining."""
+        codec.check(payload, sum(h.box.numel for h in held))
+        for h, part in self._split(held, payload, codec):
+            codec.decode(part, h.anchor.view(-1))
+
+    @staticmethod
+    def _split(held: Sequence[Held], payload: Tensor, codec: Codec) -> Iterator[tuple[Held, Tensor]]:
+        start = 0
+        for h in held:
+            size = codec.size(h.box.numel)
+            yield h, payload[start : start + size]
+            start += size
+
+    def digest_parts(self, fragment: int) -> tuple[int, int]:
+        """This rank's parts of two sums over the island: the fragment's digest, and a check that must come to 0.
+
+        Owners add their pieces to the first. To the second every other holder adds what it holds and the owner takes
+        away as much as the others should hold; so it is 0 exactly where all copies inside the island agree.
+        """
+        owned, check = 0, 0
+        for h in self._held[fragment]:
+            part = h.digest()
+            if h.owners[0] == self.rank:
+                owned = combine(owned, part)
+                check = combine(check, -part * (len(h.owners) - 1))
+            else:
+                check = combine(check, part)
+        return owned, check
+
+    @torch.no_grad()
+    def mix(self, fragment: int, alpha: float | None = None) -> None:
+        """Brings the anchor into training: `local <- (1 - alpha) * anchor + alpha * local`, tensor by tensor."""
+        alpha = self.alpha if alpha is None else alpha
+        for h in self._held[fragment]:
+            if not alpha:
+                h.local.copy_(h.anchor, non_blocking=True)
+            else:
+                h.local.mul_(alpha).add_(h.anchor.to(h.local.device, non_blocking=True), alpha=1 - alpha)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges anchors and local parameters in place, so that the model computes with the outer parameters.
+
+        Call it again to undo it. Nothing may be in flight meanwhile.
+        """
+        for fragment in self._held:
+            for h in fragment:
+                kept = h.local.to("cpu", copy=True)
+                h.local.copy_(h.anchor)
+                h.anchor.copy_(kept)

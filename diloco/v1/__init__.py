@@ -1,0 +1,1 @@
+"""Messages generated from proto/diloco/v1 by `make proto`."""

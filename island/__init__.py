@@ -1,0 +1,1 @@
+"""The island: a full inner loop that joins a run."""

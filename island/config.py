@@ -1,0 +1,114 @@
+"""The island's settings: what is local to one site. What islands must agree on is in `diloco/config.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from diloco.config import NonNegative, Positive, Seconds
+from diloco.settings import Resolved, Settings, parse, resolve
+
+
+class IslandSection(Settings):
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    """Name of this island, unique in the run. Contributions are folded in the order of these names."""
+    coordinator: str = ""
+    """HOST:PORT of the coordinator; `--coordinator` overrides it."""
+    run_id: str = ""
+    """The run this island means to join; empty takes whatever the coordinator serves."""
+    connect_timeout_s: Seconds = 300.0
+    """How long to look for a coordinator that does not answer before giving up."""
+    log_dir: str = ""
+    """Folder of one log per rank; empty: a temporary one."""
+    max_restarts: NonNegative = 3
+    """Times the ranks are started again after one of them failed."""
+
+
+class MeshConfig(Settings):
+    ranks: Positive = 1
+    """Processes of this island. With GPUs, one each."""
+    replicas: Positive = 1
+    """HSDP: the model is sharded over ranks / replicas and replicated this often. 1 is plain FSDP."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where there is a GPU per rank (NCCL), else the CPU (gloo)."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of forward and backward (FSDP's mixed precision). Masters are always float32."""
+    threads_per_rank: NonNegative = 0
+    """CPU threads of each rank; 0 shares the machine's cores among this island's ranks."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> MeshConfig:
+        if self.ranks % self.replicas:
+            raise ValueError(
+                f"mesh.replicas ({self.replicas}) must divide mesh.ranks ({self.ranks}): "
+                f"set mesh.replicas={math.gcd(self.replicas, self.ranks)}"
+            )
+        return self
+
+
+class DataConfig(Settings):
+    text: tuple[str, ...] = ()
+    """Files or folders of text. Empty: the sources of the Python standard library."""
+    shard: NonNegative = 0
+    """Which of `shards` disjoint parts of the training text this island reads."""
+    shards: Positive = 1
+    """Number of parts; usually the number of islands."""
+    held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    """Share of the text that no island trains on; the outer parameters are evaluated on it."""
+    batch_sequences: Positive = 16
+    """Sequences per inner step of the whole island; a multiple of mesh.ranks."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> DataConfig:
+        if self.shard >= self.shards:
+            raise ValueError(
+                f"data.shard ({self.shard}) must be below data.shards ({self.shards}): "
+                f"set data.shard={self.shards - 1} or data.shards={self.shard + 1}"
+            )
+        return self
+
+
+class EvalConfig(Settings):
+    every_rounds: NonNegative = 0
+    """Evaluate the outer parameters on the held-out text after this many updates; 0: never."""
+    sequences: Positive = 64
+    """Held-out sequences per evaluation."""
+
+
+class MetricsConfig(Settings):
+    dir: str = ""
+    """Folder of `<island>.jsonl`, the record of this island; empty writes none."""
+    every_steps: Positive = 10
+    """Inner steps between two records."""
+    wandb_project: str = ""
+    """Weights & Biases project; empty leaves it off. Without an API key it records offline."""
+    queue_records: Positive = 10_000
+    """Records that may wait for a slow sink; more are dropped and counted."""
+
+
+class IslandConfig(Settings):
+    """Everything that is local to one site."""
+
+    island: IslandSection
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> IslandConfig:
+        batch, ranks = self.data.batch_sequences, self.mesh.ranks
+        if batch % ranks:
+            raise ValueError(
+                f"data.batch_sequences ({batch}) must be a multiple of mesh.ranks ({ranks}): "
+                f"set data.batch_sequences={batch + ranks - batch % ranks}"
+            )
+        return self
+
+
+def load_island(text: str, source: str, overrides: Sequence[str] = ()) -> Resolved[IslandConfig]:
+    """Reads an island file. Raises `ConfigError` with the key, the source and what to write instead."""
+    return resolve(IslandConfig, [(source, parse(text, source))], overrides)

@@ -1,0 +1,145 @@
+"""Carries one rank's pieces to the coordinator and back, off the training thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diloco.codec import CODECS, by_id
+from diloco.config import RunConfig
+from diloco.errors import DeadlineExceeded
+from diloco.framing import piece_to_proto
+from diloco.replica import Held, Replica
+from diloco.v1 import coordinator_pb2 as pb
+from island.link import Link
+
+log = logging.getLogger("diloco.island")
+WAIT_S = 20.0
+"""How long one request may wait at the coordinator for a round to end; then it asks again."""
+
+
+class Courier:
+    """One rank's bulk traffic.
+
+    Args:
+        link: the connection.
+        replica: the rank's anchors.
+        identity: run, island and epoch, for every request.
+        config: the run's settings.
+    """
+
+    def __init__(self, link: Link, replica: Replica, identity: pb.HeartbeatRequest, config: RunConfig) -> None:
+        self._link, self._replica, self._config = link, replica, config
+        self._identity = identity
+        self.anchors = threading.RLock()
+        """Held while anchors are read or moved."""
+
+    def seed(self, fragment: int) -> None:
+        """Sends the first parameters of the owned pieces (fp32)."""
+        owned, codec = self._replica.owned(fragment), CODECS["fp32"]
+        if not owned:
+            return
+        header = self._header(fragment, owned, codec.id, codec.version)
+        header.seed = True
+        header.total_bytes = sum(codec.size(h.box.numel) for h in owned)
+        self._link.push(
+            header,
+            lambda: (h.anchor.view(-1).view(torch.uint8) for h in owned),
+            self._config.wire.chunk_bytes,
+        )
+
+    def exchange(
+        self, fragment: int, round_: int, base_version: int, staged: Sequence[Tensor], tokens: int, steps: int
+    ) -> pb.FetchHeader:
+        """Sends a contribution, waits for its round to end, and moves the anchors of the owned pieces.
+
+        Args:
+            staged: local parameters of the owned pieces, as `Replica.stage` gives them.
+            tokens: tokens the island trained since it adopted the fragment's anchor.
+            steps: inner steps since then.
+
+        Returns:
+            How the round ended.
+
+        Raises:
+            DivergedError: a pseudo-gradient that is not finite; nothing was sent.
+        """
+        owned, up = self._replica.owned(fragment), self._replica.up
+        if owned:
+            header = self._header(fragment, owned, up.id, up.version)
+            header.round, header.base_version, header.tokens, header.steps = (
+                round_,
+                base_version,
+                tokens,
+                steps,
+            )
+            header.total_bytes = self._replica.contribution_size(fragment)
+            with self.anchors:
+                payloads = list(self._replica.encode(fragment, staged))
+            receipt = self._link.push(header, lambda: iter(payloads), self._config.wire.chunk_bytes)
+            if receipt.dropped:
+                log.warning("contribution to fragment %d round %d: %s", fragment, round_, receipt.dropped)
+        return self.fetch_update(fragment, round_)
+
+    def fetch_update(self, fragment: int, round_: int) -> pb.FetchHeader:
+        """Waits for a round to end and moves the anchors of the owned pieces by its update.
+
+        Raises:
+            DeadlineExceeded: the round has not ended although its deadline has passed.
+        """
+        owned = self._replica.owned(fragment)
+        request = self._request(fragment, owned)
+        request.round = round_
+        rounds = self._config.rounds
+        bound = rounds.deadline_s + 2 * rounds.lease_s + WAIT_S
+        deadline = time.monotonic() + bound
+        while True:
+            request.wait_s = WAIT_S
+            header, payload = self._link.fetch(request, self._replica.update_size(owned))
+            if header.outcome != "open":
+                break
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"round {round_} of fragment {fragment} has not ended within {bound:.0f} s: {header.reason}",
+                    fragment=fragment,
+                )
+        if header.outcome == "committed":
+            with self.anchors:
+                self._replica.decode(owned, payload)
+        return header
+
+    def fetch_anchor(self, fragment: int) -> pb.FetchHeader:
+        """Replaces the anchors of the owned pieces by the coordinator's, at whatever version that is."""
+        owned, codec = self._replica.owned(fragment), CODECS["fp32"]
+        request = self._request(fragment, owned)
+        request.anchor = True
+        header, payload = self._link.fetch(request, sum(codec.size(h.box.numel) for h in owned))
+        with self.anchors:
+            self._replica.load(owned, payload, by_id(header.codec_id, header.codec_version))
+        return header
+
+    def _header(self, fragment: int, held: Sequence[Held], codec_id: int, codec_version: int) -> pb.PushHeader:
+        return pb.PushHeader(
+            run_id=self._identity.run_id,
+            island_id=self._identity.island_id,
+            epoch=self._identity.epoch,
+            rank=self._replica.rank,
+            fragment=fragment,
+            codec_id=codec_id,
+            codec_version=codec_version,
+            pieces=[piece_to_proto(h.piece) for h in held],
+        )
+
+    def _request(self, fragment: int, held: Sequence[Held]) -> pb.FetchRequest:
+        return pb.FetchRequest(
+            run_id=self._identity.run_id,
+            island_id=self._identity.island_id,
+            epoch=self._identity.epoch,
+            fragment=fragment,
+            pieces=[piece_to_proto(h.piece) for h in held],
+        )

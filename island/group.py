@@ -1,0 +1,61 @@
+"""The ranks of one island, as its session needs them: bytes and numbers over the CPU backend, never pickle."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Group:
+    """The island's process group, or a single process where none is initialised."""
+
+    def __init__(self) -> None:
+        self.alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self.rank = 0 if self.alone else dist.get_rank()
+        self.size = 1 if self.alone else dist.get_world_size()
+        self._subgroups: dict[tuple[int, ...], Any] = {}
+
+    def numbers(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's integers (int64), by rank. Collective."""
+        if self.alone:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.int64)
+        out = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(out, mine)
+        return [row.tolist() for row in out]
+
+    def mean(self, value: float) -> float:
+        """The mean of every rank's number. Collective."""
+        rows = self.numbers([struct.unpack("=q", struct.pack("=d", value))[0]])
+        return float(sum(struct.unpack("=d", struct.pack("=q", row[0]))[0] for row in rows) / self.size)
+
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+        """The bytes of rank `source`, on every rank. Collective."""
+        if self.alone:
+            return data
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, source)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == source:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(buffer, source)
+        return buffer.numpy().tobytes()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, by rank. Collective."""
+        return [json.loads(self.broadcast(json.dumps(value).encode(), rank)) for rank in range(self.size)]
+
+    def form(self, ranks: tuple[int, ...]) -> None:
+        """Makes a subgroup. Collective over the whole island; call it in the same order everywhere."""
+        if ranks not in self._subgroups:
+            self._subgroups[ranks] = dist.new_group(list(ranks), backend="gloo")
+
+    def share(self, buffer: Tensor, ranks: tuple[int, ...], source: int) -> None:
+        """Fills `buffer` (uint8, CPU) on all of a subgroup with that of `source`. Collective over the subgroup."""
+        dist.broadcast(buffer, source, group=self._subgroups[ranks])

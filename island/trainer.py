@@ -1,0 +1,149 @@
+"""The inner loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from diloco.config import RunConfig
+from diloco.errors import DivergedError
+from island.config import IslandConfig
+from island.data import ByteText
+from island.group import Group
+from island.metrics import Metrics
+from island.model import loss as token_loss
+from island.optimizers import build, learning_rate
+from island.session import Session
+
+log = logging.getLogger("diloco.island")
+EVAL_BATCH = 32
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """One rank's inner loop; with a `site` it takes part in a run, without one it trains alone.
+
+    `stop` says whether this rank was asked to leave; all ranks then leave at the same step edge.
+    """
+
+    run: RunConfig
+    island: IslandConfig
+    model: nn.Module
+    text: ByteText
+    device: torch.device
+    metrics: Metrics
+    site: Session | None
+    stop: Callable[[], bool]
+
+    def train(self) -> str:
+        """Takes inner steps until the run's last one. Returns why it ended.
+
+        Raises:
+            DivergedError: the loss is not finite.
+        """
+        group, inner, steps = Group(), self.run.inner, self.run.run.steps
+        optimizer = build(self.model, inner)
+        share = self.island.data.batch_sequences // group.size
+        rows = slice(group.rank * share, (group.rank + 1) * share)
+        data, every = self.island.data, self.island.metrics.every_steps
+        begun, evaluated = time.monotonic(), 0
+        tokens = 0
+        step = self.site.at_step if self.site else 0
+        while step < steps:
+            if any(row[0] for row in group.numbers([self.stop()])):
+                return "asked to stop"
+            step += 1
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = learning_rate(step, steps, inner)
+            inputs, targets = self.text.train_batch(
+                step - 1, data.shard, data.shards, data.batch_sequences, self.run.run.seed, rows
+            )
+            loss = token_loss(self.model(inputs.to(self.device)), targets.to(self.device))
+            loss.backward()  # type: ignore[no-untyped-call]
+            if inner.clip_norm:
+                nn.utils.clip_grad_norm_(self.model.parameters(), inner.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            tokens += inputs.numel()
+            report = step % every == 0 or step == steps
+            value = self._finite(group.mean(loss.item()), step) if report else math.nan
+            if self.site:
+                self.site.step(tokens=inputs.numel(), loss=value)
+            if report:
+                rate = tokens * group.size / (time.monotonic() - begun)
+                self._report(step, value, rate, tokens * group.size)
+            if self.site and self._evaluation_due(evaluated):
+                evaluated = self.site.rounds
+                self._evaluate(step, tokens * group.size, group)
+        return "finished"
+
+    def _finite(self, loss: float, step: int) -> float:
+        if not math.isfinite(loss):
+            raise DivergedError(f"the training loss is {loss} at inner step {step}: lower inner.lr", step=step)
+        return loss
+
+    def _report(self, step: int, loss: float, rate: float, tokens: int) -> None:
+        traffic = self.site.report(loss=loss) if self.site else (0, 0)
+        self.metrics.record(
+            "train",
+            step=step,
+            loss=loss,
+            tokens=tokens,
+            tokens_per_second=rate,
+            rounds=self.site.rounds if self.site else 0,
+            bytes_up=traffic[0],
+            bytes_down=traffic[1],
+        )
+
+    def _evaluation_due(self, last: int) -> bool:
+        every = self.island.eval.every_rounds
+        return bool(self.site and every and self.site.rounds != last and self.site.rounds % every == 0)
+
+    def _evaluate(self, step: int, tokens: int, group: Group) -> None:
+        assert self.site is not None
+        loss = held_out_loss(
+            self.model,
+            self.text,
+            self.island.eval.sequences,
+            self.device,
+            group,
+            self.site.outer_parameters(),
+        )
+        if self.site.heart:
+            self.site.heart.report(outer_loss=loss)
+        self.metrics.record("eval", step=step, outer_loss=loss, tokens=tokens, rounds=self.site.rounds)
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: nn.Module,
+    text: ByteText,
+    sequences: int,
+    device: torch.device,
+    group: Group,
+    within: AbstractContextManager[object] | None = None,
+) -> float:
+    """Mean loss in nats per token on held-out text, shared among the ranks of `group`. Collective.
+
+    Args:
+        sequences: held-out sequences in all.
+        within: a context in which the model computes with the parameters that are meant.
+    """
+    inputs, targets = text.held_out(sequences)
+    share = max(1, len(inputs) // group.size)
+    mine = slice(group.rank * share % len(inputs), group.rank * share % len(inputs) + share)
+    inputs, targets = inputs[mine], targets[mine]
+    total, count = 0.0, 0
+    with within or nullcontext():
+        for start in range(0, len(inputs), EVAL_BATCH):
+            batch = slice(start, start + EVAL_BATCH)
+            loss = token_loss(model(inputs[batch].to(device)), targets[batch].to(device))
+            total, count = total + loss.item() * targets[batch].numel(), count + targets[batch].numel()
+    return group.mean(total / count)

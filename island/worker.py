@@ -1,0 +1,121 @@
+"""One rank of an island; the daemon starts it with torch's elastic agent."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from diloco.config import RunConfig, load_run
+from diloco.errors import DilocoError, exit_code
+from diloco.settings import to_toml
+from island import mesh
+from island.config import IslandConfig, load_island
+from island.data import ByteText, corpus
+from island.group import Group
+from island.link import Link
+from island.metrics import JsonLines, Metrics, Sink, Wandb
+from island.session import join
+from island.trainer import Trainer
+
+log = logging.getLogger("diloco.island")
+_PR_SET_PDEATHSIG = 1
+
+
+def main(path: str) -> int:
+    """Runs one rank with the settings in `path`. Returns its exit code."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank never outlives its daemon
+    asked: list[int] = []
+    for which in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(which, lambda number, _: asked.append(number))
+    config = load_island(Path(path).read_text(encoding="utf-8"), path).value
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if rank == 0 else logging.ERROR,
+        format=f"%(asctime)s %(levelname)-7s {config.island.id}/{rank}: %(message)s",
+    )
+    try:
+        return work(config, lambda: bool(asked))
+    except DilocoError as error:
+        print(f"error: {error.message}", file=sys.stderr, flush=True)
+        return exit_code(error)
+
+
+def work(config: IslandConfig, stop: Callable[[], bool]) -> int:
+    """Builds the model, joins the run and trains to its end. Returns the exit code."""
+    island = config.island
+    device = mesh.start(config.mesh)
+    group = Group()
+    run = load_run(group.broadcast(_served_run(config) if group.rank == 0 else b"").decode(), "the coordinator").value
+    text = ByteText(corpus(config.data.text), sequence_length=run.model.sequence_length, held_out=config.data.held_out)
+    model = mesh.build(run, config.mesh, device)
+    with (
+        Metrics(_sinks(config, run) if group.rank == 0 else [], config.metrics.queue_records) as metrics,
+        join(
+            model,
+            island.coordinator,
+            island_id=island.id,
+            run_id=island.run_id,
+            connect_timeout_s=island.connect_timeout_s,
+        ) as site,
+    ):
+        log.info("run %s, epoch %d, from step %d", site.run_id, site.epoch, site.at_step)
+        trainer = Trainer(
+            run=run,
+            island=config,
+            model=model,
+            text=text,
+            device=device,
+            metrics=metrics,
+            site=site,
+            stop=stop,
+        )
+        reason = trainer.train()
+        digests = site.digests()
+        up, down = site.report(loss=math.nan)
+        metrics.record(
+            "end",
+            reason=reason,
+            step=site.at_step,
+            rounds=site.rounds,
+            bytes_up=up,
+            bytes_down=down,
+            digests=" ".join(digests),
+            versions=" ".join(str(p.version) for p in site.replica.position),
+        )
+        site.leave(reason)
+        log.info("left: %s", reason)
+    dist.destroy_process_group()
+    return 0
+
+
+def _served_run(config: IslandConfig) -> bytes:
+    """The settings that the coordinator serves; waits for a coordinator that is not there yet."""
+    link = Link(config.island.coordinator, patience_s=config.island.connect_timeout_s, say=log.warning)
+    try:
+        return link.status().config_toml.encode()
+    finally:
+        link.close()
+
+
+def _sinks(config: IslandConfig, run: RunConfig) -> list[Callable[[], Sink]]:
+    metrics, island = config.metrics, config.island
+    sinks: list[Callable[[], Sink]] = []
+    if metrics.dir:
+        sinks.append(lambda: JsonLines(Path(metrics.dir) / f"{island.id}.jsonl"))
+    if metrics.wandb_project:
+        folder = Path(metrics.dir or ".")
+        sinks.append(Wandb(metrics.wandb_project, run.run.id, island.id, folder, {"run": to_toml(run)}))
+    return sinks
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))
