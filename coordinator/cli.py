@@ -54,15 +54,16 @@ async def serve(config: RunConfig, state: Path, listen: str) -> int:
         RunMismatch: the state folder belongs to another run.
     """
     from coordinator.run import Run
-    from coordinator.store import Store
+    from coordinator.store import Store, write_atomic
 
     store = Store(state)
     try:
         run = Run(config, store, time.monotonic)
         server, port = await listen_on(run, listen)
         run.begin()
-        host = listen.rpartition(":")[0]
-        log.info("run %s: coordinator listens on %s:%d, state in %s", config.run.id, host, port, state)
+        address = f"{listen.rpartition(':')[0]}:{port}"
+        write_atomic(state / "address", address.encode())
+        log.info("run %s: coordinator listens on %s, state in %s", config.run.id, address, state)
         received = await _until_signal(run)
         log.info("stopping: %s", received.name)
         await server.stop(grace=1.0)

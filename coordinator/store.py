@@ -1,6 +1,7 @@
 """The state folder: contributions and updates as files, outer state as snapshots whose manifest is written last.
 
 lock                     held while a coordinator uses the folder
+address                  where the coordinator listens, or last did
 incarnation              how often a coordinator has started here
 inbox/                   parts of contributions of open rounds
 updates/                 payloads of the last updates

@@ -72,8 +72,8 @@ class DataConfig(Settings):
 
 
 class EvalConfig(Settings):
-    every_rounds: NonNegative = 0
-    """Evaluate the outer parameters on the held-out text after this many updates; 0: never."""
+    every_steps: NonNegative = 0
+    """Inner steps between two evaluations of the outer parameters on the held-out text; 0: never."""
     sequences: Positive = 64
     """Held-out sequences per evaluation."""
 

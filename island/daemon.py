@@ -31,6 +31,7 @@ def run(config: IslandConfig) -> int:
     """
     mesh = config.mesh
     threads = mesh.threads_per_rank or max(1, (os.cpu_count() or 1) // mesh.ranks)
+    os.environ["DILOCO_DAEMON_PID"] = str(os.getpid())
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting ranks leave their core to others
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -66,7 +67,7 @@ def _attempt(config: IslandConfig, settings: Path, logs: Path) -> int:
         shutdown_timeout=SHUTDOWN_S,
     )
     try:
-        elastic_launch(launch, sys.executable)("-m", "island.worker", str(settings))
+        elastic_launch(launch, sys.executable)("-m", "island.rank", str(settings))
     except SignalException as received:
         return ExitCode.OK if received.sigval is signal.SIGTERM else ExitCode.INTERRUPTED
     except ChildFailedError as error:

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -203,14 +203,14 @@ class Session:
         ahead = min((self.schedule.sync_step(p, r) for p, r in enumerate(moving)), default=0)
         self.at_step = min(max(self.schedule.position(moving), state.step), ahead - 1)
 
-    def _await(self, good: object, timeout_s: float, seed: bool = False) -> pb.RunState:
+    def _await(self, good: Callable[[pb.RunState], bool], timeout_s: float, seed: bool = False) -> pb.RunState:
         """Polls the run's state on rank 0 until it is `good`, seeding the run where that is asked of this island."""
         deadline = time.monotonic() + timeout_s
         seeded, told = False, ""
         while True:
             data = self._group.broadcast(self.heart.poll().SerializeToString() if self.heart else b"")
             state = pb.RunState.FromString(data)
-            if good(state):  # type: ignore[operator]
+            if good(state):
                 return state
             if seed and state.seeder == self.island_id and not seeded:
                 for fragment in range(len(self.replica.fragments)):
@@ -364,7 +364,7 @@ class Session:
         """Puts the island's traffic and loss into the next heartbeats; returns (bytes sent, received). Collective."""
         up, down = self.traffic()
         if self.heart:
-            self.heart.report(bytes_up=up, bytes_down=down, loss=loss)
+            self.heart.report(bytes_up=up, bytes_down=down, **({} if math.isnan(loss) else {"loss": loss}))
         return up, down
 
     def leave(self, reason: str) -> None:

@@ -53,7 +53,7 @@ class Trainer:
         share = self.island.data.batch_sequences // group.size
         rows = slice(group.rank * share, (group.rank + 1) * share)
         data, every = self.island.data, self.island.metrics.every_steps
-        begun, evaluated = time.monotonic(), 0
+        begun, evaluate = time.monotonic(), self.island.eval.every_steps
         tokens = 0
         step = self.site.at_step if self.site else 0
         while step < steps:
@@ -79,8 +79,7 @@ class Trainer:
             if report:
                 rate = tokens * group.size / (time.monotonic() - begun)
                 self._report(step, value, rate, tokens * group.size)
-            if self.site and self._evaluation_due(evaluated):
-                evaluated = self.site.rounds
+            if evaluate and step % evaluate == 0:
                 self._evaluate(step, tokens * group.size, group)
         return "finished"
 
@@ -102,23 +101,13 @@ class Trainer:
             bytes_down=traffic[1],
         )
 
-    def _evaluation_due(self, last: int) -> bool:
-        every = self.island.eval.every_rounds
-        return bool(self.site and every and self.site.rounds != last and self.site.rounds % every == 0)
-
     def _evaluate(self, step: int, tokens: int, group: Group) -> None:
-        assert self.site is not None
-        loss = held_out_loss(
-            self.model,
-            self.text,
-            self.island.eval.sequences,
-            self.device,
-            group,
-            self.site.outer_parameters(),
-        )
-        if self.site.heart:
+        """Evaluates the outer parameters; without a run, the model's own."""
+        within = self.site.outer_parameters() if self.site else nullcontext()
+        loss = held_out_loss(self.model, self.text, self.island.eval.sequences, self.device, group, within)
+        if self.site and self.site.heart:
             self.site.heart.report(outer_loss=loss)
-        self.metrics.record("eval", step=step, outer_loss=loss, tokens=tokens, rounds=self.site.rounds)
+        self.metrics.record("eval", step=step, outer_loss=loss, tokens=tokens)
 
 
 @torch.no_grad()
@@ -128,7 +117,7 @@ def held_out_loss(
     sequences: int,
     device: torch.device,
     group: Group,
-    within: AbstractContextManager[object] | None = None,
+    within: AbstractContextManager[object],
 ) -> float:
     """Mean loss in nats per token on held-out text, shared among the ranks of `group`. Collective.
 
@@ -141,7 +130,7 @@ def held_out_loss(
     mine = slice(group.rank * share % len(inputs), group.rank * share % len(inputs) + share)
     inputs, targets = inputs[mine], targets[mine]
     total, count = 0.0, 0
-    with within or nullcontext():
+    with within:
         for start in range(0, len(inputs), EVAL_BATCH):
             batch = slice(start, start + EVAL_BATCH)
             loss = token_loss(model(inputs[batch].to(device)), targets[batch].to(device))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
@@ -26,12 +25,10 @@ from island.session import join
 from island.trainer import Trainer
 
 log = logging.getLogger("diloco.island")
-_PR_SET_PDEATHSIG = 1
 
 
 def main(path: str) -> int:
     """Runs one rank with the settings in `path`. Returns its exit code."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank never outlives its daemon
     asked: list[int] = []
     for which in (signal.SIGTERM, signal.SIGINT):
         signal.signal(which, lambda number, _: asked.append(number))
@@ -115,7 +112,3 @@ def _sinks(config: IslandConfig, run: RunConfig) -> list[Callable[[], Sink]]:
         folder = Path(metrics.dir or ".")
         sinks.append(Wandb(metrics.wandb_project, run.run.id, island.id, folder, {"run": to_toml(run)}))
     return sinks
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))

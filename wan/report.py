@@ -97,7 +97,8 @@ class Report:
     bytes_down: int
     """Bytes from the coordinator to all islands."""
     bytes_data_parallel: int
-    """Bytes that averaging gradients at every step would have sent between the islands, both directions."""
+    """Bytes that averaging gradients at every step would have sent: a ring all-reduce of fp32
+    gradients among the islands, each byte counted at its sender."""
     loss: float
     """Loss of the outer parameters on held-out text, nats per byte."""
     loss_unigram: float
@@ -122,8 +123,8 @@ class Report:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes between the islands and the coordinator, both directions."""
-        return self.bytes_up + self.bytes_down
+        """Bytes that the islands sent, each counted at its sender."""
+        return self.bytes_up
 
     @property
     def saving(self) -> float:
@@ -244,7 +245,7 @@ def table(report: Report) -> RenderableType:
     for name, loss in (*report.compared, ("unigram", report.loss_unigram)):
         facts.add_row("", f"{loss:.2f}", name)
     facts.add_row()
-    facts.add_row("bytes sent", Text(human_bytes(report.bytes_sent), style="bold"), "between the islands, up and down")
+    facts.add_row("bytes sent", Text(human_bytes(report.bytes_sent), style="bold"), "by the islands")
     saving = Text(_times(report.saving, "x"), style="bold green" if report.saving >= 1 else "bold yellow")
     facts.add_row("", human_bytes(report.bytes_data_parallel), "data-parallel would have sent")
     facts.add_row("", saving)
@@ -467,8 +468,8 @@ def _story(report: Report) -> str:
         f"{_count(report.steps, 'step')}.",
         f"Every {_count(report.sync_every, 'step')} an island sent the coordinator what it had learned "
         f"since, its pseudo-gradient; the coordinator merged them and sent the new parameters back.{parts}",
-        f"All of this moved {human_bytes(report.bytes_sent)}. Averaging gradients at every step, as "
-        f"data-parallel training does, would have moved {human_bytes(report.bytes_data_parallel)}.",
+        f"For all of this the islands sent {human_bytes(report.bytes_sent)}. Averaging gradients at every step, as "
+        f"data-parallel training does, would have sent {human_bytes(report.bytes_data_parallel)}.",
         f"After {human_seconds(report.seconds)} and {human_count(report.tokens)} training tokens the merged "
         f"model predicts text it never saw with {report.loss:.2f} nats per byte, where byte frequencies "
         f"alone (unigram) need {report.loss_unigram:.2f}.",

@@ -1,0 +1,24 @@
+"""Starts one rank: ties its life to its daemon's before the slow imports, then runs `island.worker`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Runs the rank whose settings file is the first argument. Returns its exit code."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ["DILOCO_DAEMON_PID"]):
+        return 0  # the daemon ended before this rank began
+    from island.worker import main as work
+
+    return work(sys.argv[1])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

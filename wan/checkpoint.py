@@ -1,0 +1,99 @@
+"""Checkpoints of the outer parameters: read from a coordinator's state or an exported folder, exported, evaluated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from coordinator.store import load_snapshot
+from diloco.config import ModelConfig
+from diloco.errors import InputError
+from island.model import Decoder, llama_name, our_name, to_llama
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The outer parameters of a run and the shape of its model."""
+
+    model: ModelConfig
+    tensors: dict[str, Tensor]
+    """Canonical name -> fp32."""
+    versions: tuple[int, ...]
+    """Outer steps of each fragment."""
+
+    def decoder(self) -> Decoder:
+        """The model with these parameters, on the CPU, in evaluation mode.
+
+        Raises:
+            InputError: the tensors are not those of our decoder.
+        """
+        with torch.device("meta"):
+            decoder = Decoder(config=self.model)
+        decoder.to_empty(device="cpu")
+        expected = dict(decoder.named_parameters())
+        if set(expected) != set(self.tensors):
+            odd = sorted(set(expected) ^ set(self.tensors))
+            raise InputError(f"the checkpoint is not of this project's decoder: {odd[0]} differs ({len(odd)} tensors)")
+        with torch.no_grad():
+            for name, parameter in expected.items():
+                parameter.copy_(self.tensors[name])
+        return decoder.eval()
+
+
+def load(path: Path) -> Checkpoint:
+    """Reads a coordinator's state folder (its newest snapshot) or a folder that `export` wrote.
+
+    Raises:
+        InputError: neither of the two, or a state folder without a snapshot yet.
+        DigestMismatch: damaged snapshot files.
+    """
+    if (path / "config.json").is_file():
+        return _load_export(path)
+    snapshot = load_snapshot(path)
+    if snapshot is None:
+        raise InputError(f"{path} has no snapshot yet: its run has no first parameters, or it is no state folder")
+    return Checkpoint(
+        model=snapshot.config.model,
+        tensors=snapshot.tensors(),
+        versions=tuple(outer.version for outer in snapshot.outers),
+    )
+
+
+def _load_export(path: Path) -> Checkpoint:
+    try:
+        extra = json.loads((path / "diloco.json").read_text())
+        tensors = load_file(path / "model.safetensors")
+    except OSError as error:
+        raise InputError(f"{path} is not a folder that `diloco export` wrote: {error}") from error
+    return Checkpoint(
+        model=ModelConfig.model_validate(extra["model"]),
+        tensors={our_name(name): tensor for name, tensor in tensors.items()},
+        versions=tuple(extra["versions"]),
+    )
+
+
+def export(checkpoint: Checkpoint, to: Path) -> None:
+    """Writes safetensors and a config.json that `transformers` loads as a Llama model.
+
+    The folder appears whole or not at all.
+
+    Raises:
+        InputError: `to` exists already.
+    """
+    if to.exists():
+        raise InputError(f"{to} exists already: name a new folder with --to")
+    partial = to.with_name(to.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = {llama_name(name): tensor.contiguous() for name, tensor in checkpoint.tensors.items()}
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    (partial / "config.json").write_text(json.dumps(to_llama(checkpoint.model), indent=2))
+    extra = {"model": checkpoint.model.model_dump(mode="json"), "versions": list(checkpoint.versions)}
+    (partial / "diloco.json").write_text(json.dumps(extra, indent=2))
+    partial.rename(to)

@@ -1,0 +1,120 @@
+"""`diloco demo`, `diloco export`, `diloco eval` and `diloco generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from diloco.errors import ConfigError
+
+_TEXT = click.option("--text", multiple=True, metavar="FILE_OR_FOLDER", help="Text; the Python library's by default.")
+
+
+@click.command()
+@click.option("--islands", type=click.IntRange(1, 64), help="Islands, 4 by default.")
+@click.option(
+    "--ranks-per-island", default="1", show_default=True, metavar="N[,N...]", help="Processes of each island."
+)
+@click.option("--steps", type=click.IntRange(1), default=400, show_default=True, help="Inner steps of each island.")
+@click.option("--sync-every", type=click.IntRange(1), default=40, show_default=True, help="H: inner steps per sync.")
+@click.option("--fragments", type=click.IntRange(1), default=2, show_default=True, help="Parts synchronised apart.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
+@click.option("--text", multiple=True, metavar="FILE_OR_FOLDER", help="Train on this text; may be given repeatedly.")
+@click.option("--out", default="diloco-demo", show_default=True, metavar="DIR", help="Folder of the results.")
+@click.option("--compare", is_flag=True, help="Also train data-parallel, and one island alone, on as many tokens.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting of the run.")
+def demo(
+    islands: int | None,
+    ranks_per_island: str,
+    steps: int,
+    sync_every: int,
+    fragments: int,
+    seed: int,
+    text: tuple[str, ...],
+    out: str,
+    compare: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Train one small model on several islands of this machine, and show what came of it.
+
+    By default it is a byte-level language model on the sources of the Python standard library.
+    """
+    from rich.console import Console
+
+    from wan.demo import Demo, parse_ranks, run
+
+    console = Console(highlight=False)
+    run(
+        Demo(
+            ranks=parse_ranks(ranks_per_island, islands),
+            steps=steps,
+            sync_every=sync_every,
+            fragments=fragments,
+            seed=seed,
+            text=text,
+            out=Path(out),
+            compare=compare,
+            overrides=overrides,
+        ),
+        console,
+    )
+    console.print(f"report: {out}/report.html   plot: {out}/plot.png   numbers: {out}/summary.json")
+
+
+@click.command()
+@click.option("--state", required=True, metavar="DIR", help="A coordinator's state folder.")
+@click.option("--to", required=True, metavar="OUT", help="Folder to make.")
+def export(state: str, to: str) -> None:
+    """Write the outer parameters as safetensors that transformers loads as a Llama model."""
+    from wan.checkpoint import export as write
+    from wan.checkpoint import load
+
+    checkpoint = load(Path(state))
+    write(checkpoint, Path(to))
+    click.echo(
+        f"{to}: {sum(t.numel() for t in checkpoint.tensors.values()):,} parameters at versions "
+        f"{', '.join(map(str, checkpoint.versions))}"
+    )
+
+
+@click.command("eval")
+@click.argument("checkpoint")
+@_TEXT
+@click.option("--sequences", type=click.IntRange(1), default=256, show_default=True, help="Held-out sequences.")
+def evaluate(checkpoint: str, text: tuple[str, ...], sequences: int) -> None:
+    """Loss of CHECKPOINT (a state folder or an exported one) on the held-out part of a text."""
+    from contextlib import nullcontext
+
+    import torch
+
+    from island.data import ByteText, corpus
+    from island.group import Group
+    from island.trainer import held_out_loss
+    from wan.checkpoint import load
+
+    loaded = load(Path(checkpoint))
+    data = ByteText(corpus(text), sequence_length=loaded.model.sequence_length, held_out=0.05)
+    loss = held_out_loss(loaded.decoder(), data, sequences, torch.device("cpu"), Group(), nullcontext())
+    click.echo(f"loss {loss:.4f} nats per byte on held-out text (unigram {data.unigram_loss():.4f})")
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.option("--prompt", default="def ", show_default=True, help="Text to continue.")
+@click.option("--length", type=click.IntRange(1), default=400, show_default=True, help="Bytes to write.")
+@click.option("--temperature", type=click.FloatRange(0), default=0.8, show_default=True, help="0 takes the likeliest.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+def generate(checkpoint: str, prompt: str, length: int, temperature: float, seed: int) -> None:
+    """Continue a text with CHECKPOINT (a state folder or an exported one)."""
+    import torch
+
+    from island.model import generate as sample
+    from wan.checkpoint import load
+
+    if not prompt:
+        raise ConfigError("--prompt is empty: give at least one character to continue")
+    loaded = load(Path(checkpoint))
+    tokens = torch.tensor(list(prompt.encode()))
+    written = sample(loaded.decoder(), tokens, length, temperature, seed, loaded.model.sequence_length)
+    click.echo(bytes(written.tolist()).decode(errors="replace"))
