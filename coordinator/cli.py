@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diloco.errors import EnvironmentFault, ExitCode
+from diloco.errors import ConfigError, EnvironmentFault, ExitCode
 
 if TYPE_CHECKING:
     import grpc
@@ -28,7 +28,13 @@ log = logging.getLogger("diloco.coordinator")
 @click.option("--state", required=True, metavar="DIR", help="Folder of the run's durable state.")
 @click.option("--listen", required=True, metavar="HOST:PORT", help="Address to listen on; port 0 takes a free one.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting of the run.")
-@click.option("--threads", default=0, metavar="N", help="CPU threads of the outer step; 0 takes all cores.")
+@click.option(
+    "--threads",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="CPU threads of the outer step; 0 takes all cores.",
+)
 def coordinator(run_file: str, state: str, listen: str, overrides: tuple[str, ...], threads: int) -> int:
     """Run the coordinator of one run, until SIGTERM or Ctrl-C.
 
@@ -38,6 +44,9 @@ def coordinator(run_file: str, state: str, listen: str, overrides: tuple[str, ..
     from diloco.config import load_run
 
     config = load_run(read_text(run_file), run_file, overrides).value
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--listen {listen!r} is not HOST:PORT, for example 0.0.0.0:29400 or 127.0.0.1:0")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
     import torch
 

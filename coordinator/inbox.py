@@ -36,8 +36,10 @@ class Coverage:
         for piece in pieces:
             if piece.tensor not in self._boxes:
                 raise Malformed(f"tensor {piece.tensor} is not part of fragment {self._fragment.index}")
+            if not piece.box.numel:
+                continue
             known = self._boxes[piece.tensor] + fresh.get(piece.tensor, [])
-            if piece.box.numel and any(box.overlaps(piece.box) for box in known):
+            if any(box.overlaps(piece.box) for box in known):
                 raise Malformed(f"tensor {piece.tensor}: {piece.box} has come already, from another rank")
             fresh.setdefault(piece.tensor, []).append(piece.box)
         for tensor, boxes in fresh.items():
@@ -83,6 +85,15 @@ class Inbound:
         self.parts[rank] = stored
         return False
 
+    def holds(self, path: Path) -> bool:
+        """Whether a file is one of the parts."""
+        return any(stored.path == path for stored in self.parts.values())
+
+    def discard(self) -> None:
+        """Removes the files of all parts."""
+        for stored in self.parts.values():
+            stored.path.unlink(missing_ok=True)
+
 
 class SeedBed:
     """The first parameters, as they arrive from one epoch of one island."""
@@ -91,10 +102,24 @@ class SeedBed:
         self.epoch = epoch
         self._fragments = fragments
         self._coverage = [Coverage(fragment) for fragment in fragments]
-        self.anchors = [torch.empty(fragment.numel, dtype=torch.float32) for fragment in fragments]
+        self._digests: dict[tuple[int, int], str] = {}
+        self._anchors = [torch.empty(fragment.numel, dtype=torch.float32) for fragment in fragments]
 
-    def add(self, fragment: int, part: Part) -> None:
-        """Places a rank's pieces. Raises `DivergedError` or `Malformed`, and places none."""
+    def known(self, fragment: int, rank: int, digest: str) -> bool:
+        """Whether a rank's part has come already. Raises `Conflict` where it came with other bytes."""
+        before = self._digests.get((fragment, rank))
+        if before not in (None, digest):
+            raise Conflict(f"rank {rank} has sent {before} before and sends {digest} now")
+        return before is not None
+
+    def add(self, fragment: int, rank: int, part: Part, digest: str) -> bool:
+        """Places a rank's pieces; returns whether they were known already.
+
+        Raises:
+            Conflict, DivergedError, Malformed: nothing has been placed.
+        """
+        if self.known(fragment, rank, digest):
+            return True
         part.check_finite()
         self._coverage[fragment].add(part.pieces)
         chart = self._fragments[fragment]
@@ -103,12 +128,17 @@ class SeedBed:
             spec, start = chart.specs[where], chart.starts[where]
             values = torch.empty(piece.box.numel, dtype=torch.float32)
             part.codec.decode(payload, values)
-            tensor = self.anchors[fragment][start : start + spec.numel].view(spec.shape)
+            tensor = self._anchors[fragment][start : start + spec.numel].view(spec.shape)
             tensor[piece.box.slices] = values.view(piece.box.size)
+        self._digests[fragment, rank] = digest
+        return False
 
-    @property
-    def whole(self) -> bool:
-        return all(coverage.whole for coverage in self._coverage)
+    def harvest(self) -> list[Tensor]:
+        """The parameters of every fragment (fp32, flat), once: when all have come. Otherwise nothing."""
+        if not all(coverage.whole for coverage in self._coverage):
+            return []
+        anchors, self._anchors = self._anchors, []
+        return anchors
 
 
 def select(tensors: Fragment, payload: Tensor, pieces: Sequence[Piece], codec: Codec) -> list[Tensor]:

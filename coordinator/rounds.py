@@ -288,12 +288,8 @@ def _contribute(state: State, event: Contributed, now: float) -> Step:
     entry, current = event.entry, state.rounds[event.fragment]
     member = replace(member_of(state, entry.island, entry.epoch), standing=Standing.ACTIVE)
     state = _with(state, member)
-    if state.phase is Phase.GATHERING or event.round > current.round:
-        raise Malformed(f"round {event.round} of fragment {event.fragment} is not open; round {current.round} is")
-    reason = ""
-    if event.round < current.round:
-        reason = f"late: round {event.round} has ended, round {current.round} is open"
-    elif entry.island in current.entries:
+    reason = lateness(state, event.fragment, event.round)
+    if not reason and entry.island in current.entries:
         reason = f"{entry.island} has already contributed to round {event.round}"
     if reason:
         dropped = Dropped(fragment=event.fragment, round=event.round, island=entry.island, reason=reason)
@@ -307,9 +303,12 @@ def _contribute(state: State, event: Contributed, now: float) -> Step:
 
 def _spoil(state: State, event: Spoiled, now: float) -> Step:
     member, current = member_of(state, event.island, event.epoch), state.rounds[event.fragment]
+    late = lateness(state, event.fragment, event.round)
+    if not late and event.island in current.refused:
+        return state, []  # another part of the same contribution
     state = _with(state, replace(member, dropped=member.dropped + 1))
     decision = Dropped(fragment=event.fragment, round=event.round, island=event.island, reason=event.reason)
-    if event.round == current.round and event.island not in current.entries:
+    if not late and event.island not in current.entries:
         opened = now if current.opened_at is None else current.opened_at
         refused = {**current.refused, event.island: event.reason}
         state = _with_round(state, event.fragment, replace(current, refused=refused, opened_at=opened))
@@ -413,6 +412,23 @@ def missing_islands(state: State, fragment: int) -> list[str]:
     current = state.rounds[fragment]
     heard = {*current.entries, *current.refused}
     return sorted(m.id for m in state.members.values() if m.standing is Standing.ACTIVE and m.id not in heard)
+
+
+def lateness(state: State, fragment: int, round_: int) -> str:
+    """Says in words that a contribution comes after its round has ended; empty where the round is open.
+
+    Raises:
+        Malformed: the round cannot be open yet, or never will be.
+    """
+    current, last = state.rounds[fragment].round, state.schedule.rounds(fragment) - 1
+    what = f"round {round_} of fragment {fragment} is not open"
+    if state.phase is Phase.GATHERING:
+        raise Malformed(f"{what}: the run has not started")
+    if round_ > last:
+        raise Malformed(f"{what}: the fragment's last is round {last}")
+    if round_ > current:
+        raise Malformed(f"{what}; round {current} is")
+    return f"late: round {round_} has ended, round {current} is open" if round_ < current else ""
 
 
 def waiting_for(state: State, fragment: int, now: float) -> str:

@@ -217,8 +217,7 @@ class Run:
         self.ended[decision.fragment] = decision.round + 1
         self.outcomes.pop((decision.fragment, decision.round - UPDATES_KEPT), None)
         for inbound in self._inbox.pop((decision.fragment, decision.round), {}).values():
-            for stored in inbound.parts.values():
-                stored.path.unlink(missing_ok=True)
+            inbound.discard()
 
     def _save(self) -> None:
         assert self.layout is not None
@@ -257,8 +256,8 @@ class Run:
                 f"run '{self.config.run.id}' trains a model with layout {self.layout.digest[:16]}, and island "
                 f"'{island}' has layout {layout.digest[:16]}: {self.layout.difference(layout)}"
             )
-        await self.take(rounds.Joined(island=island))
         self.progress[island] = Progress(ranks=ranks)
+        await self.take(rounds.Joined(island=island))
         return self.state.members[island].epoch
 
     def lease(self, run_id: str, island: str, epoch: int) -> None:
@@ -275,69 +274,81 @@ class Run:
 
     # -- contributions ----------------------------------------------------------------------------------------------
 
-    async def seed(self, island: str, epoch: int, fragment: int, part: Part) -> None:
-        """Takes one rank's part of the first parameters."""
+    async def seed(self, island: str, epoch: int, rank: int, fragment: int, part: Part, digest: str) -> bool:
+        """Takes one rank's part of the first parameters; returns whether it was known already."""
+        rounds.member_of(self.state, island, epoch)
+        bed = self._seedbed if self._seedbed and self._seedbed.epoch == epoch else None
         if self.state.seeded:
+            if bed and bed.known(fragment, rank, digest):
+                return True
             raise StaleEpoch("the run has its first parameters already: fetch them")
         if self.state.seeder != island:
             raise Malformed(f"first parameters are to come from {self.state.seeder}, not from {island}")
-        if self._seedbed is None or self._seedbed.epoch != epoch:
-            self._seedbed = SeedBed(epoch, self.fragments)
-        bed = self._seedbed
-        await self.in_worker(lambda: bed.add(fragment, part))
-        if bed.whole and bed is self._seedbed:
-            pairs = list(zip(self.fragments, bed.anchors, strict=True))
+        if bed is None:
+            bed = self._seedbed = SeedBed(epoch, self.fragments)
+        duplicate = await self.in_worker(lambda: bed.add(fragment, rank, part, digest))
+        anchors = bed.harvest() if bed is self._seedbed else []
+        if anchors:
+            pairs = list(zip(self.fragments, anchors, strict=True))
             self.outers = await self.in_worker(lambda: [Outer.first(f, a) for f, a in pairs])
-            self._seedbed = None
             self.ended = [0] * len(self.fragments)
             self.totals.unsaved = 1
             await self.in_worker(self._save)
             await self.take(rounds.Seeded())
+        return duplicate
 
     def expected(self, fragment: int, round_: int, base_version: int) -> str:
         """Checks the key of a contribution: "" where it can count, else why it would be dropped.
 
         Raises:
-            Malformed: a round that cannot be open yet, or a base version that it never had.
+            Malformed: a round that cannot be open, or a base version that it never had.
         """
-        current = self.state.rounds[fragment]
-        if round_ < current.round:
-            return f"late: round {round_} has ended, round {current.round} is open"
-        if round_ > current.round:
-            raise Malformed(f"round {round_} of fragment {fragment} is not open; round {current.round} is")
-        if base_version != current.version:
+        late = rounds.lateness(self.state, fragment, round_)
+        version = self.state.rounds[fragment].version
+        if not late and base_version != version:
             raise Malformed(
                 f"the contribution is based on version {base_version} of fragment {fragment}, "
-                f"and round {round_} continues from version {current.version}"
+                f"and round {round_} continues from version {version}"
             )
-        return ""
+        return late
 
     async def contribute(
         self, island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int
     ) -> tuple[bool, str]:
-        """Takes one rank's part of a contribution, already durable.
+        """Takes one rank's part of a contribution, already durable; its file goes unless the round keeps it.
 
         Returns:
             (whether it was known already, why it is dropped or "").
         """
-        current = self.state.rounds[fragment]
-        if round_ != current.round:
-            entry = rounds.Entry(island=island, epoch=epoch, tokens=tokens)
-            await self.take(rounds.Contributed(fragment=fragment, round=round_, entry=entry))
-            return False, f"late: round {round_} has ended, round {current.round} is open"
-        if island in current.refused:
-            return False, current.refused[island]
-        islands = self._inbox.setdefault((fragment, round_), {})
-        inbound = islands.get(island)
-        if inbound is None or (inbound.epoch != epoch and not inbound.coverage.whole):
-            inbound = islands[island] = Inbound(epoch=epoch, coverage=Coverage(self.fragments[fragment]))
-        if inbound.epoch != epoch:
-            return False, f"{island} has already contributed to round {round_} under epoch {inbound.epoch}"
-        duplicate = inbound.add(rank, stored)
-        if inbound.coverage.whole and not duplicate:
-            entry = rounds.Entry(island=island, epoch=epoch, tokens=tokens)
-            await self.take(rounds.Contributed(fragment=fragment, round=round_, entry=entry))
-        return duplicate, ""
+        contributed = rounds.Contributed(
+            fragment=fragment, round=round_, entry=rounds.Entry(island=island, epoch=epoch, tokens=tokens)
+        )
+        try:
+            rounds.member_of(self.state, island, epoch)
+            late = rounds.lateness(self.state, fragment, round_)
+            if late:
+                await self.take(contributed)
+                return False, late
+            refused = self.state.rounds[fragment].refused
+            if island in refused:
+                return False, refused[island]
+            islands = self._inbox.setdefault((fragment, round_), {})
+            known = islands.get(island)
+            if known and known.epoch != epoch and known.coverage.whole:
+                return False, f"{island} has already contributed to round {round_} under epoch {known.epoch}"
+            same = known if known and known.epoch == epoch else None
+            inbound = same or Inbound(epoch=epoch, coverage=Coverage(self.fragments[fragment]))
+            duplicate = inbound.add(rank, stored)
+            if known and known is not inbound:
+                known.discard()
+            islands[island] = inbound
+            if inbound.coverage.whole and not duplicate:
+                await self.take(contributed)
+            return duplicate, ""
+        finally:
+            kept = self._inbox.get((fragment, round_), {}).get(island)
+            if kept is None or not kept.holds(stored.path):
+                stored.path.unlink(missing_ok=True)
 
     async def check(self, island: str, epoch: int, fragment: int, round_: int, part: Part) -> str:
         """Looks at a part's values; returns why its contribution cannot be used, or ""."""
@@ -359,7 +370,7 @@ class Run:
         def known() -> bool:
             return (fragment, round_) in self.outcomes
 
-        if not known() and round_ < self.state.rounds[fragment].round - UPDATES_KEPT:
+        if not known() and self.ended and round_ < self.ended[fragment]:
             raise DilocoError(f"the update of round {round_} is no longer kept: fetch anchors", fragment=fragment)
         try:
             async with asyncio.timeout(wait_s), self.changed:

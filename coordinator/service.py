@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast, get_args
 
 import grpc
 import torch
@@ -20,9 +21,9 @@ from coordinator.inbox import Stored, select
 from coordinator.run import Outcome, Run
 from coordinator.store import Spool, read_payload
 from diloco.codec import CODECS, by_id
-from diloco.errors import TABLE, DilocoError, Malformed, RunMismatch
+from diloco.errors import TABLE, DilocoError, LayoutError, Malformed, RunMismatch
 from diloco.framing import CONTROL_LIMIT_BYTES, PROTOCOL, SERVICE, chunks, pieces_from_proto
-from diloco.layout import Layout, TensorSpec
+from diloco.layout import Kind, Layout, Piece, TensorSpec
 from diloco.settings import to_toml
 from diloco.v1 import coordinator_pb2 as pb
 
@@ -31,6 +32,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 MAX_WAIT_S = 60.0
+REASON_LIMIT = 600
+"""Longest reason that travels, in characters: gRPC bounds a call's metadata to 8 KiB, and one character may take 12."""
+ISLAND_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""It becomes part of file names."""
 
 OPTIONS = [
     ("grpc.so_reuseport", 0),
@@ -44,7 +49,7 @@ OPTIONS = [
 async def abort(context: Context, error: DilocoError) -> None:
     """Ends a call with the error's status, message and class name."""
     context.set_trailing_metadata((("diloco-error", type(error).__name__),))
-    await context.abort(getattr(grpc.StatusCode, TABLE[type(error)].grpc_status), error.message)
+    await context.abort(getattr(grpc.StatusCode, TABLE[type(error)].grpc_status), error.message[:REASON_LIMIT])
 
 
 def answers(
@@ -102,9 +107,12 @@ class Service:
                 f"the island speaks protocols {request.protocol_min} to {request.protocol_max}, "
                 f"this coordinator {PROTOCOL}: install matching versions"
             )
-        if not request.island_id or not request.ranks:
-            raise Malformed("a join needs an island id and a number of ranks")
-        layout = Layout(TensorSpec(t.name, tuple(t.shape), cast(Any, t.kind)) for t in request.tensors)
+        if not ISLAND_ID.fullmatch(request.island_id) or not request.ranks:
+            raise Malformed(
+                f"a join needs a number of ranks and an island id, 1 to 64 letters, digits, '.', '_' and '-', "
+                f"not {request.island_id[:64]!r}"
+            )
+        layout = Layout(_spec(tensor) for tensor in request.tensors)
         if layout.digest != request.layout_digest:
             raise Malformed(f"the tensors have layout digest {layout.digest}, not {request.layout_digest}")
         epoch = await self._run.join(request.island_id, request.ranks, request.run_id, layout)
@@ -224,19 +232,17 @@ class Service:
         """Takes a part whose bytes are all here."""
         run, key = self._run, (header.island_id, header.epoch)
         spool.check_complete(header.total_bytes)
-        assert run.layout is not None
-        pieces = tuple(pieces_from_proto(header.pieces, run.layout))
+        pieces = tuple(self._pieces(header.pieces, header.fragment))
         codec = by_id(header.codec_id, header.codec_version)
         part = Part(pieces=pieces, codec=codec, payload=read_payload(spool.path))
         if header.seed:
-            await run.seed(*key, header.fragment, part)
-            return pb.Receipt()
+            duplicate = await run.seed(*key, header.rank, header.fragment, part, spool.digest)
+            return pb.Receipt(duplicate=duplicate)
         dropped = await run.check(*key, header.fragment, header.round, part)
         if dropped:
             return pb.Receipt(dropped=dropped)
         name = f"f{header.fragment}-r{header.round}-{header.island_id}-e{header.epoch}-{header.rank}"
         path = await run.in_worker(lambda: spool.publish(run.store.inbox_path(f"{name}-{spool.digest}")))
-        run.lease(header.run_id, *key)
         stored = Stored(pieces=pieces, codec=codec, path=path, digest=spool.digest)
         duplicate, dropped = await run.contribute(
             *key, header.rank, header.fragment, header.round, stored, header.tokens
@@ -252,16 +258,26 @@ class Service:
             raise Malformed("a push starts with a PushHeader") from None
         run.lease(header.run_id, header.island_id, header.epoch)
         limit = len(run.fragments) if header.seed else len(run.state.rounds)
-        if run.layout is None or header.fragment >= limit:
+        if header.fragment >= limit:
             raise Malformed(f"there is no fragment {header.fragment} to push; the run has {limit}")
-        pieces = pieces_from_proto(header.pieces, run.layout)
+        pieces = self._pieces(header.pieces, header.fragment)
         codec = by_id(header.codec_id, header.codec_version)
         expected = sum(codec.size(piece.box.numel) for piece in pieces)
         if header.total_bytes != expected:
             raise Malformed(f"{header.total_bytes} bytes announced; {codec.name} of these pieces takes {expected}")
-        if sum(p.box.numel for p in pieces) > run.fragments[header.fragment].numel:
-            raise Malformed(f"the pieces are more than fragment {header.fragment} is")
         return header
+
+    def _pieces(self, messages: Iterable[pb.Piece], fragment: int) -> list[Piece]:
+        """The pieces of a request, which are boxes of the fragment's tensors and no more than it is."""
+        run = self._run
+        assert run.layout is not None
+        pieces, chart = pieces_from_proto(messages, run.layout), run.fragments[fragment]
+        foreign = next((piece.tensor for piece in pieces if piece.tensor not in chart.place), None)
+        if foreign is not None:
+            raise Malformed(f"tensor {foreign} is not part of fragment {fragment}")
+        if sum(piece.box.numel for piece in pieces) > chart.numel:
+            raise Malformed(f"the pieces are more than fragment {fragment} is")
+        return pieces
 
     def _late(self, header: pb.PushHeader) -> rounds.Contributed:
         entry = rounds.Entry(island=header.island_id, epoch=header.epoch, tokens=header.tokens)
@@ -277,6 +293,9 @@ class Service:
                 await asyncio.sleep(0)
         except DilocoError as error:
             await abort(context, error)
+        except OSError as error:
+            log.exception("fetch failed")
+            await abort(context, DilocoError(f"the coordinator cannot read this: {error}"))
 
     async def _found(self, request: pb.FetchRequest) -> tuple[pb.FetchHeader, Iterator[Tensor]]:
         run = self._run
@@ -288,7 +307,8 @@ class Service:
             header = pb.FetchHeader(outcome="anchor", version=outer.version, round=ended)
             digest = outer.digest
         else:
-            outcome = await run.outcome(request.fragment, request.round, min(request.wait_s, MAX_WAIT_S))
+            wait_s = min(MAX_WAIT_S, max(0.0, request.wait_s))
+            outcome = await run.outcome(request.fragment, request.round, wait_s)
             if outcome is None:
                 reason = rounds.waiting_for(run.state, request.fragment, run.clock())
                 return pb.FetchHeader(outcome="open", reason=reason), iter(())
@@ -300,8 +320,7 @@ class Service:
                 CODECS[run.config.wire.down],
                 outcome.digest,
             )
-        assert run.layout is not None
-        pieces = pieces_from_proto(request.pieces, run.layout)
+        pieces = self._pieces(request.pieces, request.fragment)
         parts = select(run.fragments[request.fragment], payload, pieces, codec)
         header.codec_id, header.codec_version = codec.id, codec.version
         header.digest = digest & (2**64 - 1)
@@ -315,6 +334,12 @@ class Service:
             version=outcome.version,
             digest=outcome.digest & (2**64 - 1),
         )
+
+
+def _spec(message: pb.TensorSpec) -> TensorSpec:
+    if message.kind not in get_args(Kind) or any(n < 0 for n in message.shape):
+        raise LayoutError(f"no tensor of a model: '{message.name}' is {message.kind} {list(message.shape)}")
+    return TensorSpec(message.name, tuple(message.shape), cast(Kind, message.kind))
 
 
 def kind_to_bytes(message: Any) -> bytes:

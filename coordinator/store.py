@@ -22,7 +22,8 @@ from typing import IO, Any
 
 import torch
 import xxhash
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from coordinator.fold import Outer, digest_of
@@ -122,7 +123,7 @@ class Store:
             if not path.exists():
                 partial = path.with_suffix(".partial")
                 tensors = {"anchor": outer.anchor, "momentum": outer.momentum, "residual": outer.residual}
-                save_file(tensors, partial)
+                save_file(tensors, partial, metadata={"xxh3_128": _checksum(tensors)})
                 publish(partial, path)
         manifests = sorted(self.root.glob("manifest-*.json"))
         number = int(manifests[-1].stem.removeprefix("manifest-")) + 1 if manifests else 1
@@ -155,8 +156,8 @@ def load_snapshot(root: Path) -> Snapshot | None:
     """The newest complete snapshot in a state folder; none where there is none yet.
 
     Raises:
-        InputError: no such folder, or a manifest of a newer format.
-        DigestMismatch: a fragment's bits are not those its manifest names.
+        InputError: no such folder, a manifest of a newer format, or a file that is missing.
+        DigestMismatch: a fragment's bits are not those that were written.
     """
     if not root.is_dir():
         raise InputError(f"no state folder at {root}: name the --state of a coordinator")
@@ -179,14 +180,32 @@ def load_snapshot(root: Path) -> Snapshot | None:
 
 
 def _load_outer(root: Path, fragment: Fragment, row: Mapping[str, Any]) -> Outer:
-    tensors = load_file(root / "fragments" / row["file"])
+    path = root / "fragments" / row["file"]
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in ("anchor", "momentum", "residual")}
+            checksum = (file.metadata() or {}).get("xxh3_128")
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing, but a manifest in {root} names it") from None
+    except SafetensorError as error:
+        raise DigestMismatch(f"{path} is damaged: {error}", fragment=fragment.index) from error
     found = digest_of(fragment, tensors["anchor"])
     if show(found) != row["digest"]:
         raise DigestMismatch(
-            f"{row['file']} has digest {show(found)}, but its manifest says {row['digest']}: the file is damaged",
+            f"{path} has digest {show(found)}, but its manifest says {row['digest']}: the file is damaged",
             fragment=fragment.index,
         )
+    if _checksum(tensors) != checksum:
+        raise DigestMismatch(f"{path} does not have the checksum it names: it is damaged", fragment=fragment.index)
     return Outer(version=row["version"], digest=found, **tensors)
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """XXH3-128 (hex) of all tensors' bytes; the digest covers the anchor alone."""
+    checksum = xxhash.xxh3_128()
+    for tensor in tensors.values():
+        checksum.update(tensor.numpy().data)
+    return checksum.hexdigest()
 
 
 def check_same_run(snapshot: Snapshot, config: RunConfig, root: Path) -> None:

@@ -144,9 +144,10 @@ class SyncConfig(Settings):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """First sync step of each fragment."""
+        """First sync step of each fragment; a period later where it could not be sent `overlap_steps` before it."""
         h, p = self.every_steps, self.fragments
-        return self.offsets_steps or tuple((i + 1) * h // p for i in range(p))
+        steps = self.offsets_steps or tuple((i + 1) * h // p for i in range(p))
+        return tuple(step if step > self.overlap_steps else step + h for step in steps)
 
 
 class OuterConfig(Settings):

@@ -1,8 +1,9 @@
 """A digest of a fragment that every rank can add its own part to.
 
-The digest is the sum (mod 2^64) over all elements of a mix of (flat index in the fragment, fp32 bit pattern). A sum
-has no order, so it is the same for every shard layout, and one all-reduce of an int64 adds the ranks' parts.
-It detects faults; it does not resist an adversary.
+The digest is the sum (mod 2^64) over all elements of `h + 2^32 g`, where h is a 32-bit mix of (flat index in the
+fragment, fp32 bit pattern) and g is a second mix of h. A sum has no order, so it is the same for every shard layout,
+and one all-reduce of an int64 adds the ranks' parts. For a given index h is a bijection of the bits, so any change of
+a single element shows. It detects faults; it does not resist an adversary.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from diloco.layout import Box
 
-_INDEX = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
-_LOW_32 = 0xFFFFFFFF
-_BLOCK = 1 << 16
+# Odd multipliers: the golden ratio, and those of the 32-bit finaliser of MurmurHash3. Signed, as int32 holds them.
+_INDEX = 0x9E3779B9 - 2**32
+_MIX_1 = 0x85EBCA6B - 2**32
+_MIX_2 = 0xC2B2AE35 - 2**32
+_MIX_3 = 0x27D4EB2F
+_BLOCK = 1 << 15
 
 
 def digest(values: Tensor, start: int, shape: tuple[int, ...], box: Box) -> int:
@@ -35,24 +37,38 @@ def digest(values: Tensor, start: int, shape: tuple[int, ...], box: Box) -> int:
         return 0
     starts, length = box.runs(shape)
     bits = values.contiguous().view(torch.int32).view(-1, length)
-    starts = (starts + start).to(bits.device)
+    firsts = _wrap((starts + start) * _INDEX).to(bits.device)
+    width = min(length, _BLOCK)
     rows = max(1, _BLOCK // length)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for column in range(0, length, _BLOCK):
-        width = min(_BLOCK, length - column)
-        ramp = torch.arange(column, column + width, dtype=torch.int64, device=bits.device)
-        for row in range(0, len(starts), rows):
-            index = starts[row : row + rows, None] + ramp
-            total += _mix(index, bits[row : row + rows, column : column + width]).sum()
-    return int(total)
+    ramp = _wrap(torch.arange(width, dtype=torch.int64) * _INDEX).to(bits.device)
+    low, high = (torch.zeros((), dtype=torch.int64, device=bits.device) for _ in range(2))
+    for column in range(0, length, width):
+        shift = _signed(column * _INDEX)
+        for row in range(0, len(firsts), rows):
+            part = bits[row : row + rows, column : column + width]
+            x = part + ramp[: part.shape[1]]
+            x += firsts[row : row + rows, None] + shift
+            low += _mix(x, _MIX_1, _MIX_2).sum()
+            high += _mix(x, _MIX_3).sum()
+    return combine(int(low), int(high) << 32)
 
 
-def _mix(index: Tensor, bits: Tensor) -> Tensor:
-    """A 64-bit finaliser in the manner of splitmix64 over index and bits; overwrites `index`."""
-    x = index.mul_(_INDEX).add_(bits)
-    for multiplier in (_MIX_1, _MIX_2):
-        x.bitwise_xor_((x >> 32).bitwise_and_(_LOW_32)).mul_(multiplier)
-    return x.bitwise_xor_((x >> 32).bitwise_and_(_LOW_32))
+def _mix(x: Tensor, *multipliers: int) -> Tensor:
+    """Multiplies and folds the high half into the low one, in place; a bijection of int32 for odd multipliers."""
+    for multiplier in multipliers:
+        x.mul_(multiplier)
+        x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+    return x
+
+
+def _signed(value: int) -> int:
+    """An integer mod 2^32, as int32 holds it."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def _wrap(values: Tensor) -> Tensor:
+    """int64 values mod 2^32, as int32."""
+    return ((values + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
 def combine(*parts: int) -> int:

@@ -57,9 +57,10 @@ def partition(layout: Layout, sync: SyncConfig) -> tuple[Fragment, ...]:
     empty = sum(not group for group in groups)
     if empty:
         what = "tensors" if sync.strategy in ("balanced", "whole") else "layers"
+        fits = max(p for p in range(1, max(1, sync.fragments - empty) + 1) if sync.every_steps % p == 0)
         raise ConfigError(
             f"sync.fragments={sync.fragments} with sync.strategy='{sync.strategy}' leaves {empty} fragments empty: "
-            f"the model has too few {what}; set sync.fragments={max(1, sync.fragments - empty)}"
+            f"the model has too few {what}; set sync.fragments={fits}"
         )
     if static:
         groups.append(static)

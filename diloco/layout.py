@@ -17,12 +17,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from diloco.config import BufferPolicy
 from diloco.errors import LayoutError
@@ -72,7 +74,7 @@ class Box:
 
     def overlaps(self, other: Box) -> bool:
         """Whether two boxes of one tensor share an element."""
-        return all(
+        return bool(self.numel and other.numel) and all(
             a < b + m and b < a + n for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
         )
 
@@ -174,8 +176,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, Kind]]:
     from the coordinator once. Buffers are those that are floating-point and saved with the model; the run's policy
     says what becomes of them (`Layout.under`). Other buffers are no part of a run.
     """
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        module = module.module
+    module = _unwrapped(module)
     found: dict[int, tuple[str, Tensor, Kind]] = {}
     for raw, parameter in module.named_parameters(remove_duplicate=False):
         name = canonical_name(raw)
@@ -183,10 +184,21 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, Kind]]:
         if known is None or natural_key(name) < natural_key(known[0]):
             found[id(parameter)] = name, parameter, "parameter" if parameter.requires_grad else "static"
     yield from found.values()
-    saved = module.state_dict(keep_vars=True)
+    saved = {canonical_name(raw) for raw in module.state_dict(keep_vars=True)}
     for raw, buffer in module.named_buffers():
-        if raw in saved and buffer.is_floating_point():
+        if canonical_name(raw) in saved and buffer.is_floating_point():
             yield canonical_name(raw), buffer, "buffer"
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile, whichever is around the other."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif "_orig_mod" in dict(module.named_children()):
+            module = module.get_submodule("_orig_mod")
+        else:
+            return module
 
 
 def box_of(tensor: Tensor, name: str = "") -> Box:
@@ -199,11 +211,48 @@ def box_of(tensor: Tensor, name: str = "") -> Box:
         return Box.whole(tensor.shape)
     if any(p.is_partial() for p in tensor.placements):
         raise LayoutError(f"tensor '{name}' has partial sums ({tensor.placements}): redistribute it first")
-    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    held = tuple(tensor.to_local().shape)
+    mesh, held = tensor.device_mesh, tuple(tensor.to_local().shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Box((0,) * tensor.ndim, (0,) * tensor.ndim)
+    offset, size = [0] * tensor.ndim, list(tensor.shape)
+    for dim, over in _cuts(tensor, name):
+        each = -(-size[dim] // mesh.size(over))
+        start = min(size[dim], each * coordinate[over])
+        offset[dim] += start
+        size[dim] = min(each, size[dim] - start)
     if tuple(size) != held and math.prod(size) + math.prod(held):
-        raise LayoutError(f"tensor '{name}' is placed as {tensor.placements}: its shard {held} is not one box")
-    return Box(tuple(offset) or (0,) * len(size), tuple(size))
+        raise _not_one_box(tensor, name)
+    return Box(tuple(offset), tuple(size))
+
+
+def _cuts(tensor: DTensor, name: str) -> Iterator[tuple[int, int]]:
+    """Yields (tensor dimension, mesh dimension) for every cut that makes the shards, in the order of cutting.
+
+    Mesh dimensions cut from left to right, but a strided shard comes after `split_factor` parts have been made by
+    those to its right: FSDP over tensor parallelism on one dimension cuts what each tensor-parallel rank holds.
+    """
+    order: dict[int, list[int]] = {}
+    for over, placement in reversed([*enumerate(tensor.placements)]):
+        if placement.is_replicate():
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise _not_one_box(tensor, name)
+        cuts = order.setdefault(placement.dim, [])
+        parts = [*accumulate((tensor.device_mesh.size(other) for other in cuts), mul, initial=1)]
+        wanted = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        if wanted not in parts:
+            raise _not_one_box(tensor, name)
+        cuts.insert(parts.index(wanted), over)
+    for dim, cuts in order.items():
+        yield from ((dim, over) for over in cuts)
+
+
+def _not_one_box(tensor: DTensor, name: str) -> LayoutError:
+    return LayoutError(
+        f"tensor '{name}' is placed as {tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}: "
+        "a shard of it is not one box"
+    )
 
 
 def local(tensor: Tensor) -> Tensor:

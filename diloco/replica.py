@@ -54,6 +54,16 @@ class Held:
         return digest(self.anchor, self.start, self.spec.shape, self.box)
 
 
+@dataclass(kw_only=True, eq=False)
+class Staged:
+    """Local parameters of a fragment's owned pieces, on their way to the CPU."""
+
+    copies: list[Tensor]
+    """fp32, CPU (pinned with CUDA), one per owned piece."""
+    copied: torch.cuda.Event | None
+    """With CUDA, what says that the copies are complete."""
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """Where a fragment stands on this island: the version of its anchor, and the round that ends next."""
@@ -98,32 +108,43 @@ class Replica:
 
     # -- up ---------------------------------------------------------------------------------------------------
 
-    def stage(self, fragment: int) -> list[Tensor]:
+    def stage(self, fragment: int) -> Staged:
         """Copies the owned pieces' local parameters to the CPU: the one thing that holds the training thread.
 
-        Returns:
-            One fp32 CPU tensor per owned piece. On CUDA the copies go to pinned memory and are complete on return.
+        On CUDA it does not even that: the copies run on a stream of their own, between what the training stream has
+        done and what it will do.
         """
-        staged = [torch.empty_like(h.anchor, pin_memory=h.local.is_cuda) for h in self.owned(fragment)]
-        for copy, held in zip(staged, self.owned(fragment), strict=True):
-            copy.copy_(held.local, non_blocking=True)
-        if any(h.local.is_cuda for h in self.owned(fragment)):
-            torch.cuda.current_stream().synchronize()
-        return staged
+        owned = self.owned(fragment)
+        copies = [torch.empty_like(h.anchor, pin_memory=h.local.is_cuda) for h in owned]
+        if not any(h.local.is_cuda for h in owned):
+            for copy, held in zip(copies, owned, strict=True):
+                copy.copy_(held.local)
+            return Staged(copies=copies, copied=None)
+        training, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(training)
+        with torch.cuda.stream(side):
+            for copy, held in zip(copies, owned, strict=True):
+                copy.copy_(held.local, non_blocking=True)
+        training.wait_stream(side)
+        return Staged(copies=copies, copied=side.record_event())
 
     def contribution_size(self, fragment: int) -> int:
         """Bytes that this rank sends for one contribution."""
         return sum(self.up.size(h.box.numel) for h in self.owned(fragment))
 
-    def encode(self, fragment: int, staged: Sequence[Tensor]) -> Iterator[Tensor]:
+    def encode(self, fragment: int, staged: Staged) -> Iterator[Tensor]:
         """Turns staged parameters into the payload of a contribution, piece by piece (uint8).
 
-        The pseudo-gradient is anchor minus local, in fp32: a descent direction (DiLoCo, algorithm 1).
+        The pseudo-gradient is anchor minus local, in fp32: a descent direction (DiLoCo, algorithm 1). It is taken in
+        the staged copies, which are used up one by one, so that no more than one piece is held twice.
 
         Raises:
             DivergedError: a pseudo-gradient that is not finite.
         """
-        for held, copy in zip(self.owned(fragment), staged, strict=True):
+        if staged.copied:
+            staged.copied.synchronize()
+        for held in self.owned(fragment):
+            copy = staged.copies.pop(0)
             pseudo_gradient = torch.sub(held.anchor, copy, out=copy).view(-1)
             if not torch.isfinite(pseudo_gradient).all():
                 raise DivergedError(f"the pseudo-gradient of '{held.spec.name}' is not finite", tensor=held.spec.name)
@@ -192,6 +213,8 @@ class Replica:
                 h.local.copy_(h.anchor, non_blocking=True)
             else:
                 h.local.mul_(alpha).add_(h.anchor.to(h.local.device, non_blocking=True), alpha=1 - alpha)
+        if any(h.local.is_cuda for h in self._held[fragment]):
+            torch.cuda.current_stream().synchronize()  # the anchors may move again from now on
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -8,13 +8,12 @@ import time
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
 from diloco.errors import DeadlineExceeded
 from diloco.framing import piece_to_proto
-from diloco.replica import Held, Replica
+from diloco.replica import Held, Replica, Staged
 from diloco.v1 import coordinator_pb2 as pb
 from island.link import Link
 
@@ -54,37 +53,36 @@ class Courier:
         )
 
     def exchange(
-        self, fragment: int, round_: int, base_version: int, staged: Sequence[Tensor], tokens: int, steps: int
+        self, fragment: int, round_: int, base_version: int, staged: Staged, tokens: int, steps: int
     ) -> pb.FetchHeader:
-        """Sends a contribution, waits for its round to end, and moves the anchors of the owned pieces.
+        """Contributes to a round, waits for it to end, and moves the anchors of the owned pieces."""
+        self.contribute(fragment, round_, base_version, staged, tokens, steps)
+        return self.fetch_update(fragment, round_)
+
+    def contribute(
+        self, fragment: int, round_: int, base_version: int, staged: Staged, tokens: int, steps: int
+    ) -> None:
+        """Sends this rank's part of a contribution.
 
         Args:
-            staged: local parameters of the owned pieces, as `Replica.stage` gives them.
+            staged: local parameters of the owned pieces, as `Replica.stage` gives them; used up.
             tokens: tokens the island trained since it adopted the fragment's anchor.
             steps: inner steps since then.
-
-        Returns:
-            How the round ended.
 
         Raises:
             DivergedError: a pseudo-gradient that is not finite; nothing was sent.
         """
         owned, up = self._replica.owned(fragment), self._replica.up
-        if owned:
-            header = self._header(fragment, owned, up.id, up.version)
-            header.round, header.base_version, header.tokens, header.steps = (
-                round_,
-                base_version,
-                tokens,
-                steps,
-            )
-            header.total_bytes = self._replica.contribution_size(fragment)
-            with self.anchors:
-                payloads = list(self._replica.encode(fragment, staged))
-            receipt = self._link.push(header, lambda: iter(payloads), self._config.wire.chunk_bytes)
-            if receipt.dropped:
-                log.warning("contribution to fragment %d round %d: %s", fragment, round_, receipt.dropped)
-        return self.fetch_update(fragment, round_)
+        if not owned:
+            return
+        header = self._header(fragment, owned, up.id, up.version)
+        header.round, header.base_version, header.tokens, header.steps = round_, base_version, tokens, steps
+        header.total_bytes = self._replica.contribution_size(fragment)
+        with self.anchors:
+            payloads = list(self._replica.encode(fragment, staged))
+        receipt = self._link.push(header, lambda: iter(payloads), self._config.wire.chunk_bytes)
+        if receipt.dropped:
+            log.warning("contribution to fragment %d round %d: %s", fragment, round_, receipt.dropped)
 
     def fetch_update(self, fragment: int, round_: int) -> pb.FetchHeader:
         """Waits for a round to end and moves the anchors of the owned pieces by its update.

@@ -29,7 +29,7 @@ def run(config: IslandConfig) -> int:
     Returns:
         The exit code: that of the first rank that failed, where one did.
     """
-    mesh = config.mesh
+    mesh, name = config.mesh, config.island.id
     threads = mesh.threads_per_rank or max(1, (os.cpu_count() or 1) // mesh.ranks)
     os.environ["DILOCO_DAEMON_PID"] = str(os.getpid())
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -40,9 +40,13 @@ def run(config: IslandConfig) -> int:
         settings.write_text(to_toml(config), encoding="utf-8")
         for attempt in range(config.island.max_restarts + 1):
             code = _attempt(config, settings, Path(config.island.log_dir or folder))
-            if code in (ExitCode.OK, ExitCode.INTERRUPTED, *FINAL):
+            if code in (ExitCode.OK, ExitCode.INTERRUPTED):
                 return code
-            log.error("island %s: a rank failed with exit code %d (attempt %d)", config.island.id, code, attempt + 1)
+            if code not in FINAL or config.island.log_dir:
+                where = f"; its log is in {config.island.log_dir}" if config.island.log_dir else ""
+                log.error("island %s: a rank failed with exit code %d (attempt %d)%s", name, code, attempt + 1, where)
+            if code in FINAL:
+                return code
     return code
 
 

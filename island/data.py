@@ -19,13 +19,30 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from diloco.errors import InputError
+from diloco.errors import ConfigError, InputError
 
 Bytes = npt.NDArray[np.uint8]
 Indices = npt.NDArray[np.int64]
 
+VOCABULARY = 256
+"""Tokens that the text is made of: the values of a byte."""
+
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 """Folders of the standard library that are left out: installed packages, tests and whole applications."""
+
+
+def check_vocabulary(size: int) -> None:
+    """Raises `ConfigError` where a model with a vocabulary of `size` tokens cannot read bytes."""
+    if size < VOCABULARY:
+        raise ConfigError(
+            f"model.vocab_size ({size}) is below {VOCABULARY}, and text is read as bytes: "
+            f"set model.vocab_size={VOCABULARY}"
+        )
+
+
+def to_text(tokens: Tensor) -> str:
+    """Token ids [T] as text; what is not UTF-8, or no byte at all, shows as U+FFFD."""
+    return bytes(min(token, 0xFF) for token in tokens.tolist()).decode(errors="replace")
 
 
 def corpus(paths: Sequence[str]) -> bytes:
@@ -129,7 +146,7 @@ class ByteText:
         Raises:
             InputError: a shard has fewer sequences than a batch.
         """
-        self._require(shards * batch, f"{shards} shard(s) of at least one batch of {batch} sequences")
+        self.check_batches(shards, batch)
         size = len(range(shard, self.train_sequences, shards))
         epochs, places = np.divmod(step * batch + np.arange(batch)[rows], size)
         visited = np.empty_like(places)
@@ -138,6 +155,10 @@ class ByteText:
             visited[now] = _order(size, seed, shard, int(epoch))[places[now]]
         span, place = np.divmod(shard + shards * visited, self._per_span)
         return self._sequences(span * self._span + place * self._length)
+
+    def check_batches(self, shards: int, batch: int) -> None:
+        """Raises `InputError` where one of `shards` has fewer sequences than a batch."""
+        self._require(shards * batch, f"{shards} shard(s) of at least one batch of {batch} sequences")
 
     def held_out(self, count: int) -> tuple[Tensor, Tensor]:
         """`count` held-out sequences, or all if there are fewer, evenly spread over the text.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from diloco.errors import BY_NAME, DilocoError
 
 
 class Group:
@@ -46,6 +48,22 @@ class Group:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         dist.broadcast(buffer, source)
         return buffer.numpy().tobytes()
+
+    def from_first(self, work: Callable[[], bytes]) -> bytes:
+        """What `work` gives on rank 0, on every rank; its foreseen error is raised on every rank too. Collective."""
+        if self.alone:
+            return work()
+        data = b""
+        if self.rank == 0:
+            try:
+                data = b"+" + work()
+            except DilocoError as error:
+                data = b"-" + json.dumps([type(error).__name__, error.message]).encode()
+        data = self.broadcast(data)
+        if data[:1] == b"-":
+            name, message = json.loads(data[1:])
+            raise BY_NAME[name](message)
+        return data[1:]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, by rank. Collective."""

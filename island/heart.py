@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 
-from diloco.errors import DilocoError, StaleEpoch, Unreachable
+from diloco.errors import DilocoError, StaleEpoch
 from diloco.v1 import coordinator_pb2 as pb
 from island.link import Link
 
@@ -58,14 +58,9 @@ class Heart:
         return self._beat.tokens_per_second
 
     def poll(self) -> pb.RunState:
-        """Beats now; returns how the run stands. Waits for a coordinator that does not answer, within its lease."""
-        while True:
-            self.check()
-            try:
-                return self._link.heartbeat(self._message())
-            except Unreachable as error:
-                log.warning("%s", error.message)
-                time.sleep(0.5)
+        """Beats now; returns how the run stands. Tries again while nobody answers, within the link's patience."""
+        self.check()
+        return self._link.heartbeat(self._message(), patient=True)
 
     def check(self) -> None:
         """Raises what ended the lease, if it has ended."""

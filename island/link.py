@@ -46,8 +46,8 @@ class Link:
 
     def __init__(self, address: str, *, patience_s: float, say: Callable[[str], None]) -> None:
         host, colon, port = address.rpartition(":")
-        if not colon or not host or not port.isdigit():
-            raise ConfigError(f"the coordinator's address {address!r} is not HOST:PORT")
+        if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"the coordinator's address {address!r} is not HOST:PORT, for example 10.0.0.5:29400")
         self.address, self._patience_s, self._say = address, patience_s, say
         self._control, self._bulk = (grpc.insecure_channel(address, options=_OPTIONS) for _ in range(2))
         self._counter = SocketCounter(int(port))
@@ -69,9 +69,13 @@ class Link:
         """Enters the run; waits for a coordinator that is not there yet."""
         return self._retried(lambda: self._call("Join", request, pb.JoinReply))
 
-    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.RunState:
-        """Renews the lease. Raises at once where nobody answers: the next heartbeat is the retry."""
-        return self._call("Heartbeat", request, pb.RunState)
+    def heartbeat(self, request: pb.HeartbeatRequest, *, patient: bool = False) -> pb.RunState:
+        """Renews the lease. Unless `patient`, raises at once where nobody answers: the next heartbeat is the retry."""
+
+        def beat() -> pb.RunState:
+            return self._call("Heartbeat", request, pb.RunState)
+
+        return self._retried(beat) if patient else beat()
 
     def leave(self, request: pb.LeaveRequest, timeout_s: float) -> None:
         """Leaves the run."""
@@ -177,7 +181,7 @@ class Link:
 
 def _short(details: str | None) -> str:
     """The last and telling part of gRPC's nested connection errors."""
-    return (details or "no details").rpartition(": ")[2].strip() or "no details"
+    return (details or "no details").rpartition(": ")[2].strip("] ") or "no details"
 
 
 def _bulk_timeout(size: int) -> float:

@@ -93,7 +93,7 @@ class Session:
     ) -> None:
         self.island_id, self._model, self._group, self._link = island_id, model, group, link
         tensors, full = _inventory(model, group)
-        reply = pb.JoinReply.FromString(group.broadcast(self._enter(full, run_id) if group.rank == 0 else b""))
+        reply = pb.JoinReply.FromString(group.from_first(lambda: self._enter(full, run_id)))
         self.run_id, self.epoch = reply.run_id, reply.epoch
         self.config: RunConfig = load_run(reply.config_toml, "the coordinator").value
         self.schedule = Schedule.of(self.config)
@@ -113,7 +113,7 @@ class Session:
         self.rounds = 0
         """Updates applied."""
         self._adopted = [(0, 0)] * len(self.replica.fragments)
-        self._courier = Courier(link, self.replica, self._identity(), self.config)
+        self.courier = Courier(link, self.replica, self._identity(), self.config)
         self._flights: dict[tuple[int, int], Future[pb.FetchHeader]] = {}
         flights = 1 + self.config.sync.overlap_steps * self.config.sync.fragments // self.config.sync.every_steps
         self._pool = ThreadPoolExecutor(max_workers=flights, thread_name_prefix="courier")
@@ -130,7 +130,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.leave("finished" if error is None else f"{type(error).__name__}: {error}")
+        asked = isinstance(error, KeyboardInterrupt | SystemExit)
+        self.leave("finished" if error is None else "asked to stop" if asked else f"{type(error).__name__}: {error}")
 
     @property
     def done(self) -> bool:
@@ -208,13 +209,12 @@ class Session:
         deadline = time.monotonic() + timeout_s
         seeded, told = False, ""
         while True:
-            data = self._group.broadcast(self.heart.poll().SerializeToString() if self.heart else b"")
-            state = pb.RunState.FromString(data)
+            state = pb.RunState.FromString(self._group.from_first(self._poll))
             if good(state):
                 return state
             if seed and state.seeder == self.island_id and not seeded:
                 for fragment in range(len(self.replica.fragments)):
-                    self._courier.seed(fragment)
+                    self.courier.seed(fragment)
                 seeded = True
                 continue
             if state.reason != told and self.heart:
@@ -224,11 +224,15 @@ class Session:
                 raise DeadlineExceeded(f"the run did not start within {timeout_s:g} s: {state.reason}")
             time.sleep(0.1)
 
+    def _poll(self) -> bytes:
+        assert self.heart is not None
+        return self.heart.poll().SerializeToString()
+
     def _load_anchor(self, fragment: int, state: pb.FragmentState) -> tuple[int, int]:
         """Takes the run's anchor, unless this island's first parameters have the same bits already."""
         if state.version == 0 and self._digest(fragment)[0] == state.digest:
             return 0, state.round
-        header = self._courier.fetch_anchor(fragment)
+        header = self.courier.fetch_anchor(fragment)
         return header.version, header.round
 
     def _catch_up(self, positions: Sequence[tuple[int, int]]) -> None:
@@ -239,7 +243,7 @@ class Session:
             newest = max(row[2 * fragment + 1] for row in rows)
             version, round_ = positions[fragment]
             while round_ < newest:
-                header = self._courier.fetch_update(fragment, round_)
+                header = self.courier.fetch_update(fragment, round_)
                 version, round_ = header.version, round_ + 1
             self.replica.position[fragment] = Position(version, round_)
             self._share(fragment)
@@ -263,7 +267,7 @@ class Session:
         self.tokens += tokens
         if self.heart:
             self.heart.check()
-            self.heart.report(step=self.at_step, tokens=self.tokens * self._group.size)
+            self.heart.report(step=self.at_step)
             if not math.isnan(loss):
                 self.heart.report(loss=loss)
         due = [a for a in self.schedule.due(self.at_step) if a.round >= self.replica.position[a.fragment].round]
@@ -281,13 +285,13 @@ class Session:
         staged = self.replica.stage(fragment)
         position = self.replica.position[fragment]
         work = self._pool.submit(
-            self._courier.exchange, fragment, round_, position.version, staged, since, self.at_step - steps
+            self.courier.exchange, fragment, round_, position.version, staged, since, self.at_step - steps
         )
         self._flights[fragment, round_] = work
 
     def _apply(self, fragment: int, round_: int) -> None:
         flight = self._flights.pop((fragment, round_), None)
-        header = flight.result() if flight else self._courier.fetch_update(fragment, round_)
+        header = flight.result() if flight else self.courier.fetch_update(fragment, round_)
         self.replica.position[fragment] = Position(header.version, round_ + 1)
         if header.outcome == "committed":
             self._share(fragment)
@@ -324,7 +328,7 @@ class Session:
                 show(header.digest),
                 attempt + 1,
             )
-            fresh = self._courier.fetch_anchor(fragment)
+            fresh = self.courier.fetch_anchor(fragment)
             versions = {row[0] for row in self._group.numbers([fresh.version])}
             self._share(fragment)
             if versions != {header.version}:
@@ -340,7 +344,7 @@ class Session:
     @contextlib.contextmanager
     def outer_parameters(self) -> Iterator[nn.Module]:
         """Within it, the model computes with the outer parameters; afterwards with its own again. Collective."""
-        with self._courier.anchors:
+        with self.courier.anchors:
             _settle(self._model)
             self.replica.swap()
             try:
@@ -355,16 +359,16 @@ class Session:
 
     # -- leaving ----------------------------------------------------------------------------------------------------
 
-    def traffic(self) -> tuple[int, int]:
-        """Bytes that the island's ranks have sent and received, counted at their sockets. Collective."""
-        rows = self._group.numbers(self._link.traffic())
-        return sum(row[0] for row in rows), sum(row[1] for row in rows)
+    def report(self) -> tuple[int, int]:
+        """Puts the island's tokens and traffic into the next heartbeats. Collective.
 
-    def report(self, *, loss: float) -> tuple[int, int]:
-        """Puts the island's traffic and loss into the next heartbeats; returns (bytes sent, received). Collective."""
-        up, down = self.traffic()
+        Returns:
+            Bytes that the island's ranks have sent and received, counted at their sockets.
+        """
+        rows = self._group.numbers([self.tokens, *self._link.traffic()])
+        tokens, up, down = (sum(row[i] for row in rows) for i in range(3))
         if self.heart:
-            self.heart.report(bytes_up=up, bytes_down=down, **({} if math.isnan(loss) else {"loss": loss}))
+            self.heart.report(tokens=tokens, bytes_up=up, bytes_down=down)
         return up, down
 
     def leave(self, reason: str) -> None:

@@ -89,7 +89,7 @@ class Trainer:
         return loss
 
     def _report(self, step: int, loss: float, rate: float, tokens: int) -> None:
-        traffic = self.site.report(loss=loss) if self.site else (0, 0)
+        traffic = self.site.report() if self.site else (0, 0)
         self.metrics.record(
             "train",
             step=step,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import sys
@@ -13,11 +12,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from diloco.config import RunConfig, load_run
-from diloco.errors import DilocoError, exit_code
+from diloco.errors import DilocoError, ExitCode, exit_code
 from diloco.settings import to_toml
 from island import mesh
 from island.config import IslandConfig, load_island
-from island.data import ByteText, corpus
+from island.data import ByteText, check_vocabulary, corpus
 from island.group import Group
 from island.link import Link
 from island.metrics import JsonLines, Metrics, Sink, Wandb
@@ -25,13 +24,13 @@ from island.session import join
 from island.trainer import Trainer
 
 log = logging.getLogger("diloco.island")
+STEP_EDGE_S = 3
+"""How long a rank that was asked to leave goes on to the next step edge."""
 
 
 def main(path: str) -> int:
     """Runs one rank with the settings in `path`. Returns its exit code."""
-    asked: list[int] = []
-    for which in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(which, lambda number, _: asked.append(number))
+    departure = Departure()
     config = load_island(Path(path).read_text(encoding="utf-8"), path).value
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
@@ -40,19 +39,45 @@ def main(path: str) -> int:
         format=f"%(asctime)s %(levelname)-7s {config.island.id}/{rank}: %(message)s",
     )
     try:
-        return work(config, lambda: bool(asked))
+        return work(config, departure)
     except DilocoError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)
         return exit_code(error)
+    except RuntimeError:
+        if departure.asked:
+            return ExitCode.OK  # another rank, asked as well, has left this one's collective
+        raise
 
 
-def work(config: IslandConfig, stop: Callable[[], bool]) -> int:
+class Departure:
+    """Whether this rank was asked to leave, by SIGTERM or SIGINT.
+
+    Until it trains it leaves at once, from whatever it waits for. Once it trains, all ranks leave together at a step
+    edge; where none comes soon, because a round is not ending, it leaves at once too.
+    """
+
+    def __init__(self) -> None:
+        self.asked = self.training = False
+        for which in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(which, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        again, self.asked = self.asked, True
+        if not self.training or number == signal.SIGALRM:
+            raise SystemExit(ExitCode.OK)
+        if not again:
+            signal.alarm(STEP_EDGE_S)
+
+
+def work(config: IslandConfig, departure: Departure) -> int:
     """Builds the model, joins the run and trains to its end. Returns the exit code."""
     island = config.island
     device = mesh.start(config.mesh)
     group = Group()
-    run = load_run(group.broadcast(_served_run(config) if group.rank == 0 else b"").decode(), "the coordinator").value
+    run = load_run(group.from_first(lambda: _served_run(config)).decode(), "the coordinator").value
+    check_vocabulary(run.model.vocab_size)
     text = ByteText(corpus(config.data.text), sequence_length=run.model.sequence_length, held_out=config.data.held_out)
+    text.check_batches(config.data.shards, config.data.batch_sequences)
     model = mesh.build(run, config.mesh, device)
     with (
         Metrics(_sinks(config, run) if group.rank == 0 else [], config.metrics.queue_records) as metrics,
@@ -73,11 +98,12 @@ def work(config: IslandConfig, stop: Callable[[], bool]) -> int:
             device=device,
             metrics=metrics,
             site=site,
-            stop=stop,
+            stop=lambda: departure.asked,
         )
+        departure.training = True
         reason = trainer.train()
         digests = site.digests()
-        up, down = site.report(loss=math.nan)
+        up, down = site.report()
         metrics.record(
             "end",
             reason=reason,

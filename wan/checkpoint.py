@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,12 +37,13 @@ class Checkpoint:
         with torch.device("meta"):
             decoder = Decoder(config=self.model)
         decoder.to_empty(device="cpu")
-        expected = dict(decoder.named_parameters())
-        if set(expected) != set(self.tensors):
-            odd = sorted(set(expected) ^ set(self.tensors))
+        parameters = dict(decoder.named_parameters())
+        expected, found = ({(n, t.shape) for n, t in named.items()} for named in (parameters, self.tensors))
+        if expected != found:
+            odd = sorted({name for name, _ in expected ^ found})
             raise InputError(f"the checkpoint is not of this project's decoder: {odd[0]} differs ({len(odd)} tensors)")
         with torch.no_grad():
-            for name, parameter in expected.items():
+            for name, parameter in parameters.items():
                 parameter.copy_(self.tensors[name])
         return decoder.eval()
 
@@ -69,13 +71,13 @@ def _load_export(path: Path) -> Checkpoint:
     try:
         extra = json.loads((path / "diloco.json").read_text())
         tensors = load_file(path / "model.safetensors")
-    except OSError as error:
-        raise InputError(f"{path} is not a folder that `diloco export` wrote: {error}") from error
-    return Checkpoint(
-        model=ModelConfig.model_validate(extra["model"]),
-        tensors={our_name(name): tensor for name, tensor in tensors.items()},
-        versions=tuple(extra["versions"]),
-    )
+        return Checkpoint(
+            model=ModelConfig.model_validate(extra["model"]),
+            tensors={our_name(name): tensor for name, tensor in tensors.items()},
+            versions=tuple(extra["versions"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise InputError(f"{path} is not a folder that `diloco export` wrote, or is damaged: {error}") from error
 
 
 def export(checkpoint: Checkpoint, to: Path) -> None:
@@ -84,13 +86,16 @@ def export(checkpoint: Checkpoint, to: Path) -> None:
     The folder appears whole or not at all.
 
     Raises:
-        InputError: `to` exists already.
+        InputError: `to` exists already, or cannot be made.
     """
     if to.exists():
         raise InputError(f"{to} exists already: name a new folder with --to")
     partial = to.with_name(to.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"cannot make {to} ({error.strerror}): name another folder with --to") from error
     tensors = {llama_name(name): tensor.contiguous() for name, tensor in checkpoint.tensors.items()}
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     (partial / "config.json").write_text(json.dumps(to_llama(checkpoint.model), indent=2))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, ExitCode
 
 _TEXT = click.option("--text", multiple=True, metavar="FILE_OR_FOLDER", help="Text; the Python library's by default.")
 
@@ -40,26 +45,47 @@ def demo(
 
     By default it is a byte-level language model on the sources of the Python standard library.
     """
-    from rich.console import Console
+    with _interrupt_at_once():
+        from rich.console import Console
 
-    from wan.demo import Demo, parse_ranks, run
+        from wan.demo import Demo, parse_ranks, run
 
-    console = Console(highlight=False)
-    run(
-        Demo(
-            ranks=parse_ranks(ranks_per_island, islands),
-            steps=steps,
-            sync_every=sync_every,
-            fragments=fragments,
-            seed=seed,
-            text=text,
-            out=Path(out),
-            compare=compare,
-            overrides=overrides,
-        ),
-        console,
-    )
+        console = Console(highlight=False)
+        run(
+            Demo(
+                ranks=parse_ranks(ranks_per_island, islands),
+                steps=steps,
+                sync_every=sync_every,
+                fragments=fragments,
+                seed=seed,
+                text=text,
+                out=Path(out),
+                compare=compare,
+                overrides=overrides,
+            ),
+            console,
+        )
     console.print(f"report: {out}/report.html   plot: {out}/plot.png   numbers: {out}/summary.json")
+
+
+@contextmanager
+def _interrupt_at_once() -> Iterator[None]:
+    """Within it, Ctrl-C ends the process on the spot, where no other handler takes over.
+
+    As an exception it would come to nothing, or to another error, where it hits the import of an extension module.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    os.write(2, b"error: interrupted\n")
+    os._exit(ExitCode.INTERRUPTED)
 
 
 @click.command()
@@ -88,12 +114,13 @@ def evaluate(checkpoint: str, text: tuple[str, ...], sequences: int) -> None:
 
     import torch
 
-    from island.data import ByteText, corpus
+    from island.data import ByteText, check_vocabulary, corpus
     from island.group import Group
     from island.trainer import held_out_loss
     from wan.checkpoint import load
 
     loaded = load(Path(checkpoint))
+    check_vocabulary(loaded.model.vocab_size)
     data = ByteText(corpus(text), sequence_length=loaded.model.sequence_length, held_out=0.05)
     loss = held_out_loss(loaded.decoder(), data, sequences, torch.device("cpu"), Group(), nullcontext())
     click.echo(f"loss {loss:.4f} nats per byte on held-out text (unigram {data.unigram_loss():.4f})")
@@ -109,12 +136,14 @@ def generate(checkpoint: str, prompt: str, length: int, temperature: float, seed
     """Continue a text with CHECKPOINT (a state folder or an exported one)."""
     import torch
 
+    from island.data import check_vocabulary, to_text
     from island.model import generate as sample
     from wan.checkpoint import load
 
     if not prompt:
         raise ConfigError("--prompt is empty: give at least one character to continue")
     loaded = load(Path(checkpoint))
+    check_vocabulary(loaded.model.vocab_size)
     tokens = torch.tensor(list(prompt.encode()))
     written = sample(loaded.decoder(), tokens, length, temperature, seed, loaded.model.sequence_length)
-    click.echo(bytes(written.tolist()).decode(errors="replace"))
+    click.echo(to_text(written))

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ from rich.console import Console
 
 from diloco.config import RunConfig, load_run
 from diloco.errors import ConfigError, DeadlineExceeded, EnvironmentFault, InputError
+from diloco.fragments import partition
+from diloco.layout import Layout, TensorSpec, named_tensors
 from diloco.settings import Resolved, to_toml
 from diloco.v1 import coordinator_pb2 as pb
 from island.config import IslandConfig
-from island.data import ByteText, corpus
+from island.data import ByteText, check_vocabulary, corpus, to_text
 from island.group import Group
 from island.link import Link
-from island.model import generate
+from island.model import Decoder, generate
 from island.trainer import held_out_loss
 from wan.baseline import compare
 from wan.checkpoint import load
@@ -38,6 +40,9 @@ POLL_S = 0.4
 PROMPT = "def "
 EVAL_SEQUENCES = 128
 SAMPLE_BYTES = 400
+
+MARK = "# Written by `diloco demo`, which removes this folder when it starts again.\n"
+"""First line of the run file in the demo's folder: without it, the folder is somebody else's."""
 
 RUN = """
 [model]
@@ -91,6 +96,11 @@ class Demo:
         unit = math.lcm(*self.ranks, total // math.gcd(total, len(self.ranks)))
         return unit * math.ceil(self.batch / unit)
 
+    def under(self, config: RunConfig) -> Demo:
+        """The same demo with what `overrides` have changed."""
+        run, sync = config.run, config.sync
+        return replace(self, steps=run.steps, seed=run.seed, sync_every=sync.every_steps, fragments=sync.fragments)
+
 
 def run(demo: Demo, console: Console) -> Report:
     """Trains, shows progress on `console`, writes the results to `demo.out`, and returns them.
@@ -100,8 +110,10 @@ def run(demo: Demo, console: Console) -> Report:
         EnvironmentFault: a process failed; its log is quoted.
     """
     config = settings(demo)
+    demo = demo.under(config.value)
+    check_model(config.value)
     text = ByteText(corpus(demo.text), sequence_length=config.value.model.sequence_length, held_out=0.05)
-    text.train_batch(0, 0, len(demo.ranks), demo.sequences, demo.seed, slice(0, demo.sequences))  # long enough?
+    text.check_batches(len(demo.ranks), demo.sequences)
     prepare(demo, config.value)
     begun = time.monotonic()
     title = f"{len(demo.ranks)} islands, {sum(demo.ranks)} ranks, H={demo.sync_every}, {demo.fragments} fragments"
@@ -131,18 +143,29 @@ def settings(demo: Demo) -> Resolved[RunConfig]:
     return load_run(RUN, "demo", (*asked, *demo.overrides))
 
 
+def check_model(config: RunConfig) -> None:
+    """Raises `ConfigError` where the model cannot read bytes, or has too few layers for the run's fragments."""
+    check_vocabulary(config.model.vocab_size)
+    with torch.device("meta"):
+        tensors = named_tensors(Decoder(config=config.model))
+    partition(Layout(TensorSpec(name, tuple(t.shape), kind) for name, t, kind in tensors), config.sync)
+
+
 def prepare(demo: Demo, config: RunConfig) -> None:
     """Makes the output folder with the settings files, and removes what an earlier demo left there.
 
     Raises:
-        InputError: the folder holds something else.
+        InputError: the folder holds something else, or cannot be made.
     """
-    out = demo.out
-    if out.exists() and any(out.iterdir()) and not (out / "run.toml").exists():
-        raise InputError(f"{out} holds files that are not a demo's: name another folder with --out")
-    shutil.rmtree(out, ignore_errors=True)
-    (out / "islands").mkdir(parents=True)
-    (out / "run.toml").write_text(to_toml(config))
+    out, settings_file = demo.out, demo.out / "run.toml"
+    try:
+        if out.exists() and any(out.iterdir()) and not _is_ours(settings_file):
+            raise InputError(f"{out} holds files that are not a demo's: name another folder with --out")
+        shutil.rmtree(out, ignore_errors=True)
+        (out / "islands").mkdir(parents=True)
+        settings_file.write_text(MARK + to_toml(config))
+    except OSError as error:
+        raise InputError(f"cannot use the folder {out} ({error.strerror}): name another with --out") from error
     threads = max(1, (os.cpu_count() or 1) // sum(demo.ranks))
     for i, (name, ranks) in enumerate(zip(demo.islands, demo.ranks, strict=True)):
         island = IslandConfig.model_validate(
@@ -160,6 +183,10 @@ def prepare(demo: Demo, config: RunConfig) -> None:
             }
         )
         (out / "islands" / f"{name}.toml").write_text(to_toml(island))
+
+
+def _is_ours(settings_file: Path) -> bool:
+    return settings_file.is_file() and settings_file.read_bytes().startswith(MARK.encode())
 
 
 def train(demo: Demo, processes: Processes, progress: Progress) -> pb.StatusReply:
@@ -288,7 +315,7 @@ def result(
             *curves,
         ),
         prompt=PROMPT,
-        sample=bytes(written.tolist()).decode(errors="replace"),
+        sample=to_text(written),
         settings=tuple((key, json.dumps(value), origin) for key, value, origin in config.rows()),
     )
 

@@ -34,13 +34,14 @@ class Processes:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def __enter__(self) -> Processes:
-        signal.signal(signal.SIGTERM, _as_interrupt)
+        heard = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
+        self._before = {which: signal.signal(which, _as_interrupt) for which in heard}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for which in (signal.SIGINT, signal.SIGTERM):
+        for which in self._before:
             signal.signal(which, signal.SIG_IGN)
         for process in self._running.values():
             if process.poll() is None:
@@ -50,8 +51,8 @@ class Processes:
         for descendant in left:
             descendant.kill()
         psutil.wait_procs(left, timeout=LEAVE_S)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for which, handler in self._before.items():
+            signal.signal(which, handler)
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """Starts a process whose output goes to `<logs>/<name>.log`."""

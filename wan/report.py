@@ -267,7 +267,7 @@ def plot(report: Report, path: Path) -> None:
     _draw_loss(left, report)
     _draw_bytes(right, report)
     _title(left, "Loss on held-out text", "nats per byte; thin lines: training loss of each island")
-    _title(right, "Bytes between the islands", "up and down together, log scale")
+    _title(right, "Bytes between the islands", "sent by the islands, log scale")
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=PLOT_DPI)
     _publish(path, png.getvalue())

@@ -76,7 +76,7 @@ class Fp32(Cast):
 
 
 class Bf16(Cast):
-    """bfloat16. 16 bits a value; relative error at most 2^-9 for normal values."""
+    """bfloat16. 16 bits a value; relative error below 2^-8 for normal values."""
 
     id, name, dtype = 2, "bf16", torch.bfloat16
 
