@@ -6,8 +6,10 @@ register in `diloco.configs` under the table that tells their files apart. Nothi
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import traceback
 from importlib.metadata import EntryPoint, entry_points, version
@@ -18,6 +20,8 @@ import click
 
 from diloco.errors import ConfigError, DilocoError, ExitCode, InputError, exit_code
 from diloco.settings import Resolved, Settings, parse
+
+_PR_SET_PDEATHSIG = 1
 
 
 class _Lazy(click.Group):
@@ -135,7 +139,17 @@ def run(command: click.Command, args: list[str] | None = None) -> Any:
         raise SystemExit(ExitCode.INTERNAL) from error
 
 
+def _tie_to_parent() -> None:
+    """Ends this process by SIGTERM when the one that started it is gone, where that one asked for it (Linux)."""
+    parent = os.environ.pop("DILOCO_PARENT_PID", "")
+    if parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(parent):
+            raise SystemExit(ExitCode.INTERRUPTED)
+
+
 def main() -> None:
     """Entry point of the console command."""
+    _tie_to_parent()
     result = run(cli)
     raise SystemExit(result if isinstance(result, int) else ExitCode.OK)

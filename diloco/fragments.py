@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from diloco.config import SyncConfig
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, LayoutError
 from diloco.layout import Layout, TensorSpec
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -50,9 +50,12 @@ def partition(layout: Layout, sync: SyncConfig) -> tuple[Fragment, ...]:
 
     Raises:
         ConfigError: more fragments than the strategy can fill.
+        LayoutError: no tensor moves.
     """
     moving = [i for i, spec in enumerate(layout.tensors) if spec.kind != "static"]
     static = [i for i, spec in enumerate(layout.tensors) if spec.kind == "static"]
+    if not moving:
+        raise LayoutError("every parameter of the model is frozen: a run has nothing to train")
     groups = _assign(layout, moving, sync)
     empty = sum(not group for group in groups)
     if empty:

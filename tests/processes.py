@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -10,12 +11,15 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import psutil
+
+from diloco import cli
 
 T = TypeVar("T")
 DILOCO = str(Path(sys.executable).with_name("diloco"))
@@ -33,23 +37,41 @@ class Ended:
     err: str
 
 
+def diloco_here(*args: str) -> Ended:
+    """Runs `diloco ARGS` to its end in this process, which is quick: torch is imported once for all tests."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = cli.run(cli.cli, list(args)) or 0
+        except SystemExit as leave:
+            code = leave.code
+    return Ended(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def diloco(*args: str, timeout_s: float = RUN_S) -> Ended:
+    """Runs `diloco ARGS` to its end in a process of its own."""
+    with TemporaryDirectory() as folder, background(*args, log=Path(folder) / "out", err=Path(folder) / "err") as it:
+        code = it.wait(timeout_s)
+        return Ended(code=code, out=it.output, err=(Path(folder) / "err").read_text(errors="replace"))
+
+
 class Process:
-    """A `diloco` command in the background, in a session of its own; its output goes to a file.
+    """A `diloco` command in the background, in a session of its own.
 
     Everything it starts carries a mark in its environment, by which it is found whoever its parent is by then.
     """
 
-    def __init__(self, *args: str, log: Path) -> None:
+    def __init__(self, *args: str, log: Path, err: Path | None = None) -> None:
         self.log = log
         self._mark = uuid.uuid4().hex
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # children would inherit it
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        with log.open("wb") as file:
+        with log.open("wb") as out, (err or Path(os.devnull)).open("wb") as apart:
             self._popen = subprocess.Popen(
                 [DILOCO, *args],
                 stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
+                stdout=out,
+                stderr=apart if err else subprocess.STDOUT,
                 start_new_session=True,
                 env={**os.environ, _MARK: self._mark},
             )
@@ -62,9 +84,11 @@ class Process:
 
     @property
     def running(self) -> bool:
+        """Whether the command has not ended yet."""
         return self._popen.poll() is None
 
     def signal(self, which: signal.Signals) -> None:
+        """Sends a signal to the command alone."""
         self._popen.send_signal(which)
 
     def wait(self, timeout_s: float = RUN_S) -> int:
@@ -79,7 +103,8 @@ class Process:
         """Ends the whole family."""
         while family := self.family():
             for process in family:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             psutil.wait_procs(family, timeout=RUN_S)
         self._popen.wait(RUN_S)
 
@@ -92,21 +117,13 @@ def _environ(process: psutil.Process) -> dict[str, str]:
 
 
 @contextmanager
-def background(*args: str, log: Path) -> Iterator[Process]:
-    """Runs `diloco ARGS` during the context."""
-    process = Process(*args, log=log)
+def background(*args: str, log: Path, err: Path | None = None) -> Iterator[Process]:
+    """Runs `diloco ARGS` during the context; its output goes to `log`, its errors too unless `err` is given."""
+    process = Process(*args, log=log, err=err)
     try:
         yield process
     finally:
         process.kill()
-
-
-def diloco(*args: str, timeout_s: float = RUN_S) -> Ended:
-    """Runs `diloco ARGS` to its end."""
-    ended = subprocess.run(
-        [DILOCO, *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-    return Ended(code=ended.returncode, out=ended.stdout, err=ended.stderr)
 
 
 def wait_until(condition: Callable[[], T], what: str, timeout_s: float = RUN_S) -> T:
@@ -119,7 +136,7 @@ def wait_until(condition: Callable[[], T], what: str, timeout_s: float = RUN_S) 
 
 
 def free_port() -> int:
-    """A port that nobody listens on. Somebody else may take it: prefer port 0 where the command can say what it took."""
+    """A port that nobody listens on. Prefer port 0 where the command can say which one it took."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -63,7 +63,7 @@ class Processes:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, "DILOCO_PARENT_PID": str(os.getpid()), **(environment or {})},
             )
 
     def check(self, names: Sequence[str]) -> bool:

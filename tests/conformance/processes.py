@@ -100,8 +100,10 @@ def island(number: int, folder: Path) -> None:
     write_atomic(folder / f"island-{number}.json", json.dumps(seen).encode())
 
 
-def _anchors(site: Session) -> list[float]:
-    return [float(site.replica.held(f.index)[0].anchor) for f in site.replica.fragments]
+def _anchors(site: Session) -> list[tuple[int, float]]:
+    """(version, anchor) of each fragment."""
+    replica = site.replica
+    return [(replica.position[f.index].version, float(replica.held(f.index)[0].anchor)) for f in replica.fragments]
 
 
 def _linear(number: int, address: str) -> dict[str, object]:
