@@ -17,6 +17,9 @@ from diloco.fragments import Fragment
 from diloco.layout import Box, Piece
 from diloco.outer import nesterov
 
+LARGEST = 1e18
+"""Largest magnitude of a value that is taken; momentum adds such values up far below the range of fp32."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outer:
@@ -62,12 +65,14 @@ class Part:
             start += size
 
     def check_finite(self) -> None:
-        """Raises `DivergedError` where a value is not finite."""
+        """Raises `DivergedError` where a value is not finite, or so large that the outer step could overflow."""
         for piece, payload in self.split():
             values = torch.empty(piece.box.numel, dtype=torch.float32)
             self.codec.decode(payload, values)
-            if not torch.isfinite(values).all():
-                raise DivergedError(f"tensor {piece.tensor} of the contribution has values that are not finite")
+            if not (values.abs_() <= LARGEST).all():  # NaN compares false
+                raise DivergedError(
+                    f"tensor {piece.tensor} of the contribution has values that are not finite or beyond {LARGEST:g}"
+                )
 
 
 Chart = dict[int, list[tuple[float, Codec, Box, Tensor]]]

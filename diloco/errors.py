@@ -115,6 +115,7 @@ class ExitCode:
     INTERNAL: ClassVar[int] = 5
     ENVIRONMENT: ClassVar[int] = 6
     DIVERGED: ClassVar[int] = 7
+    AGAIN: ClassVar[int] = 75
     INTERRUPTED: ClassVar[int] = 130
 
 
@@ -131,7 +132,7 @@ TABLE: dict[type[DilocoError], Row] = {
     DeadlineExceeded: Row("DEADLINE_EXCEEDED", ExitCode.TIMEOUT),
     Refused: Row("FAILED_PRECONDITION", ExitCode.REFUSED),
     RunMismatch: Row("FAILED_PRECONDITION", ExitCode.REFUSED),
-    StaleEpoch: Row("FAILED_PRECONDITION", ExitCode.REFUSED),
+    StaleEpoch: Row("FAILED_PRECONDITION", ExitCode.AGAIN),
     Conflict: Row("ALREADY_EXISTS", ExitCode.REFUSED),
     Overload: Row("RESOURCE_EXHAUSTED", ExitCode.REFUSED),
     Malformed: Row("INVALID_ARGUMENT", ExitCode.REFUSED),

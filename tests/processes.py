@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import socket
@@ -11,11 +12,11 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -23,8 +24,27 @@ from diloco import cli
 
 T = TypeVar("T")
 DILOCO = str(Path(sys.executable).with_name("diloco"))
-RUN_S = 120.0
+RUN_S = 200.0
 """Longest any command or wait of a test takes, on a busy machine."""
+HAND_RUN = """
+[run]
+id = "by-hand"
+steps = {steps}
+[model]
+dim = 16
+layers = 2
+ffn_dim = 32
+sequence_length = 16
+"""
+HAND_ISLAND = """
+[island]
+id = "x"
+max_restarts = 0
+[data]
+text = ["{folder}/text.txt"]
+[metrics]
+dir = "{folder}/metrics"
+"""
 _MARK = "DILOCO_TEST_FAMILY"
 
 
@@ -124,6 +144,67 @@ def background(*args: str, log: Path, err: Path | None = None) -> Iterator[Proce
         yield process
     finally:
         process.kill()
+
+
+class Hand:
+    """A run by hand: a coordinator, and islands of one rank each on a small model. Within the context of `stack`.
+
+    Args:
+        folder: gets the settings, the state, the metrics and a log of each process.
+        stack: ends what is still running.
+        steps: inner steps of the run.
+        run: what else its file says.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack, *, steps: int, run: str) -> None:
+        self.folder, self._stack = folder, stack
+        self.address = ""
+        self.islands: dict[str, Process] = {}
+        (folder / "run.toml").write_text(HAND_RUN.format(steps=steps) + run)
+        (folder / "text.txt").write_text("To be, or not to be, that is the question.\n" * 2000)
+        (folder / "island.toml").write_text(HAND_ISLAND.format(folder=folder))
+
+    def coordinator(self, listen: str = "127.0.0.1:0") -> Process:
+        """Starts the coordinator and waits until it listens."""
+        command = ["coordinator", f"{self.folder}/run.toml", "--state", f"{self.folder}/state", "--listen", listen]
+        process = self._stack.enter_context(background(*command, log=self.folder / "coordinator.log"))
+        address = self.folder / "state" / "address"
+        wait_until(lambda: address.exists() or not process.running, "the coordinator listens")
+        assert process.running, process.output
+        self.address = address.read_text()
+        return process
+
+    def island_command(self, name: str, *overrides: str) -> list[str]:
+        """The arguments that start an island."""
+        settings = [part for setting in (f"island.id={name}", *overrides) for part in ("--set", setting)]
+        return ["island", f"{self.folder}/island.toml", "--coordinator", self.address, *settings]
+
+    def island(self, name: str) -> Process:
+        """Starts an island."""
+        command = self.island_command(name)
+        self.islands[name] = self._stack.enter_context(background(*command, log=self.folder / f"{name}.log"))
+        return self.islands[name]
+
+    def status(self) -> dict[str, Any]:
+        """What `diloco status --json` says."""
+        ended = diloco_here("status", "--coordinator", self.address, "--json")
+        assert ended.code == 0, ended
+        status: dict[str, Any] = json.loads(ended.out)
+        return status
+
+    def standing(self, name: str) -> dict[str, Any]:
+        """What the status says of one island; nothing where it is not known."""
+        return next((i for i in self.status()["islands"] if i["id"] == name), {})
+
+    def until_step(self, step: int) -> None:
+        """Waits until every island has taken so many steps."""
+        for name, island in self.islands.items():
+            wait_until(lambda name=name: self.standing(name).get("step", 0) >= step, f"{name} trains: {island.output}")
+
+    def records(self, name: str, kind: str) -> list[dict[str, Any]]:
+        """An island's metrics of one kind."""
+        rows = [json.loads(line) for line in (self.folder / "metrics" / f"{name}.jsonl").read_text().splitlines()]
+        return [row for row in rows if row["kind"] == kind]
 
 
 def wait_until(condition: Callable[[], T], what: str, timeout_s: float = RUN_S) -> T:

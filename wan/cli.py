@@ -21,8 +21,8 @@ _TEXT = click.option("--text", multiple=True, metavar="FILE_OR_FOLDER", help="Te
 @click.option(
     "--ranks-per-island", default="1", show_default=True, metavar="N[,N...]", help="Processes of each island."
 )
-@click.option("--steps", type=click.IntRange(1), default=400, show_default=True, help="Inner steps of each island.")
-@click.option("--sync-every", type=click.IntRange(1), default=40, show_default=True, help="H: inner steps per sync.")
+@click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="Inner steps of each island.")
+@click.option("--sync-every", type=click.IntRange(1), default=50, show_default=True, help="H: inner steps per sync.")
 @click.option("--fragments", type=click.IntRange(1), default=2, show_default=True, help="Parts synchronised apart.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 @click.option("--text", multiple=True, metavar="FILE_OR_FOLDER", help="Train on this text; may be given repeatedly.")

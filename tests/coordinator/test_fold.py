@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coordinator.fold import Outer, Part, chart, digest_of, fold, weighted_mean
+from coordinator.fold import LARGEST, Outer, Part, chart, digest_of, fold, weighted_mean
 from diloco.codec import CODECS
 from diloco.config import OuterConfig
 from diloco.errors import DivergedError
@@ -244,11 +244,21 @@ def test_a_part_splits_into_its_pieces_in_order() -> None:
     assert found == [(pieces[0], [8.0, 9.0, 10.0, 11.0]), (pieces[1], []), (pieces[2], [3.0, 7.0])]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 3e38, -3e38])
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
-def test_a_value_that_is_not_finite_is_found_and_its_tensor_named(bad: float, codec: str) -> None:
+def test_a_value_that_is_not_finite_or_would_overflow_is_found_and_its_tensor_named(bad: float, codec: str) -> None:
     flat = values(FRAGMENT.numel, 1)
     part(FRAGMENT, flat, codec=CODECS[codec]).check_finite()
     flat[FRAGMENT.starts[1]] = bad
     with pytest.raises(DivergedError, match=f"tensor {FRAGMENT.tensors[1]} of the contribution has values"):
         part(FRAGMENT, flat, codec=CODECS[codec]).check_finite()
+
+
+@pytest.mark.parametrize("down", ["fp32", "bf16"])
+def test_the_largest_values_that_are_taken_keep_the_outer_state_finite(down: str) -> None:
+    largest = part(FRAGMENT, torch.full((FRAGMENT.numel,), LARGEST))
+    largest.check_finite()
+    outer = started()
+    for _ in range(50):
+        outer, _ = fold(FRAGMENT, outer, {"a": [largest]}, {"a": 1.0}, OuterConfig(momentum=0.99), CODECS[down])
+    assert all(torch.isfinite(x).all() for x in (outer.anchor, outer.momentum, outer.residual))

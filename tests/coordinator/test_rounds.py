@@ -85,6 +85,7 @@ def test_an_island_that_is_gone_does_not_count_as_ready() -> None:
     play.take(Seeded())
     play.beat("a")
     play.leave("a")
+    assert not play.state.members["a"].ready
     assert play.beat("b") == []
     assert rounds.phase_reason(play.state) == "1 of 2 islands are ready"
     play.join("a")

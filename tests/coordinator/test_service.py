@@ -264,7 +264,7 @@ def test_a_contribution_that_is_not_finite_is_dropped_and_the_round_goes_on(at: 
     bad = draw(FRAGMENT, 1)
     bad[FRAGMENT.starts[2]] = torch.inf
     a.push(FRAGMENT, bad, LEFT[:1], rank=0)
-    why = f"tensor {WEIGHT} of the contribution has values that are not finite"
+    why = f"tensor {WEIGHT} of the contribution has values that are not finite or beyond 1e+18"
     assert a.push(FRAGMENT, bad, LEFT[1:], rank=1).dropped == why
     assert a.push(FRAGMENT, bad, RIGHT, rank=2).dropped == why
     assert len(at.inbox()) == 1
