@@ -107,8 +107,8 @@ class SyncConfig(Settings):
     alpha: Fraction = 0.0
     """Share of the local parameters kept when an update is applied (Streaming DiLoCo, the local merge)."""
     buffers: BufferPolicy = "local"
-    """Floating-point buffers that are saved with the model: each island keeps its own; the plain mean of all
-    islands at each sync; or the first island's, for ever."""
+    """Floating-point buffers that are saved with the model: each island keeps its own; the mean of all islands
+    at each sync, weighted as contributions are; or the first island's, for ever."""
     embeddings: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*")
     """Name patterns of tensors outside any layer that belong to the first fragment; the rest go to the
     last."""

@@ -30,7 +30,7 @@ from diloco.config import BufferPolicy
 from diloco.errors import LayoutError
 
 Kind = Literal["parameter", "buffer", "static"]
-"""`parameter` takes outer steps; `buffer` takes the plain mean; `static` is the first island's, for ever."""
+"""`parameter` takes outer steps; `buffer` takes the mean; `static` is the first island's, for ever."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 

@@ -198,8 +198,11 @@ class Hand:
 
     def until_step(self, step: int) -> None:
         """Waits until every island has taken so many steps."""
-        for name, island in self.islands.items():
-            wait_until(lambda name=name: self.standing(name).get("step", 0) >= step, f"{name} trains: {island.output}")
+
+        def there() -> bool:
+            return all(self.standing(name).get("step", 0) >= step for name in self.islands)
+
+        wait_until(there, f"every island has taken {step} steps")
 
     def records(self, name: str, kind: str) -> list[dict[str, Any]]:
         """An island's metrics of one kind."""

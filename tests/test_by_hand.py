@@ -67,8 +67,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         hand = Hand(tmp_path_factory.mktemp("hand"), stack, steps=STEPS, run=RUN)
         hand.address = f"127.0.0.1:{free_port()}"
         first = [hand.island(name) for name in "ab"]
-        for island in first:
-            wait_until(lambda island=island: "trying again" in island.output, "the islands look for the coordinator")
+        wait_until(lambda: all("trying again" in i.output for i in first), "the islands look for the coordinator")
         early = {name: island.output for name, island in hand.islands.items()}
 
         hand.coordinator(hand.address)

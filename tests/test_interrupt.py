@@ -47,11 +47,12 @@ def ranks(demo: Process) -> list[psutil.Process]:
     return [p for p in demo.family() if "island.rank" in p.cmdline()]
 
 
+HANGING = "training, and a rank hangs"
 MOMENTS: dict[str, Callable[[Process, Path], object]] = {
     "importing": lambda demo, out: maps_torch(psutil.Process(demo.pid)),
     "the coordinator is up": lambda demo, out: (out / "state" / "address").exists(),
     "the islands are importing": lambda demo, out: any(map(maps_torch, ranks(demo))),
-    "training": lambda demo, out: any('"train"' in path.read_text() for path in out.glob("metrics/*.jsonl")),
+    HANGING: lambda demo, out: any('"train"' in path.read_text() for path in out.glob("metrics/*.jsonl")),
 }
 
 
@@ -63,6 +64,8 @@ def test_an_interrupted_demo_ends_at_once_and_altogether(moment: str, tmp_path: 
     with background(*command.split(), log=tmp_path / "output") as demo:
         wait_until(lambda: MOMENTS[moment](demo, out) or not demo.running, moment)
         assert demo.running, demo.output
+        if moment == HANGING:
+            ranks(demo)[-1].suspend()
         begun = time.monotonic()
         demo.signal(signal.SIGINT)
         code = demo.wait()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from diloco.config import RunConfig, load_run
 from diloco.errors import ConfigError, DeadlineExceeded, EnvironmentFault, InputError
@@ -124,6 +125,9 @@ def run(demo: Demo, console: Console) -> Report:
     report = result(demo, config, text, status, seconds, curves, losses)
     write(report, demo.out)
     console.print(table(report))
+    console.print()
+    console.print(Text.assemble((report.prompt, "bold"), report.sample))
+    console.print()
     return report
 
 
