@@ -91,7 +91,7 @@ def fold(
 
     For each tensor: the weighted mean of the contributions in the order of `shares`, the outer step, what earlier
     updates left over, the update as its codec can say it, and the anchor moved by exactly what that update decodes
-    to, so that coordinator and islands keep the same bits. Buffers take the plain mean.
+    to, so that coordinator and islands keep the same bits. Buffers take the mean.
 
     Returns:
         The outer state at the next version, and the update's payload (uint8): what to subtract from the anchor.
