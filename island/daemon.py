@@ -17,7 +17,7 @@ SHUTDOWN_S = 10
 """How long ranks may take to leave after a signal before they are killed."""
 
 
-FINAL = (ExitCode.REFUSED, ExitCode.USAGE, ExitCode.ENVIRONMENT, ExitCode.DIVERGED)
+FINAL = (ExitCode.REFUSED, ExitCode.UNREACHABLE, ExitCode.USAGE, ExitCode.ENVIRONMENT, ExitCode.DIVERGED)
 """Exit codes that another attempt would end with again."""
 
 log = logging.getLogger("diloco.island")

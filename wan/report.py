@@ -177,9 +177,7 @@ def _scale(n: float, prefixes: Sequence[str]) -> tuple[str, str]:
 
 
 def _times(ratio: float, sign: str) -> str:
-    """`38x less`, or `1.3x more` where nothing was saved, or `more` than nothing."""
-    if not ratio:
-        return "more"
+    """`38x less`, or `1.3x more` where nothing was saved."""
     factor, word = (ratio, "less") if ratio >= 1 else (1 / ratio, "more")
     return f"{factor:.1f}{sign} {word}" if factor < 9.95 else f"{factor:,.0f}{sign} {word}"
 
@@ -190,6 +188,8 @@ def _count(n: int, noun: str) -> str:
 
 def _headline(report: Report) -> str:
     islands = _count(len(report.islands), "island")
+    if not report.bytes_data_parallel:
+        return f"{islands} trained one model"
     return f"{islands} trained one model and sent {_times(report.saving, '×')} than data-parallel"
 
 
@@ -246,9 +246,10 @@ def table(report: Report) -> RenderableType:
         facts.add_row("", f"{loss:.2f}", name)
     facts.add_row()
     facts.add_row("bytes sent", Text(human_bytes(report.bytes_sent), style="bold"), "by the islands")
-    saving = Text(_times(report.saving, "x"), style="bold green" if report.saving >= 1 else "bold yellow")
-    facts.add_row("", human_bytes(report.bytes_data_parallel), "data-parallel would have sent")
-    facts.add_row("", saving)
+    if report.bytes_data_parallel:  # one island alone would have sent nothing
+        saving = Text(_times(report.saving, "x"), style="bold green" if report.saving >= 1 else "bold yellow")
+        facts.add_row("", human_bytes(report.bytes_data_parallel), "data-parallel would have sent")
+        facts.add_row("", saving)
     facts.add_row()
     if report.digests_agree:
         facts.add_row("digests", Text("agree", style="green"), "every island holds the same outer parameters")
@@ -443,8 +444,10 @@ def _tiles(report: Report) -> list[tuple[str, str, str, str]]:
         ("held-out loss", f"{report.loss:.2f}", "nats per byte; " + ", ".join(against), ""),
         (
             "traffic",
-            _times(report.saving, "×"),
-            f"{human_bytes(report.bytes_sent)} instead of {human_bytes(report.bytes_data_parallel)}",
+            _times(report.saving, "×") if report.bytes_data_parallel else human_bytes(report.bytes_sent),
+            f"{human_bytes(report.bytes_sent)} instead of {human_bytes(report.bytes_data_parallel)}"
+            if report.bytes_data_parallel
+            else "sent to the coordinator",
             "",
         ),
         ("rounds", f"{report.rounds:,}", every + parts, ""),
@@ -462,14 +465,19 @@ def _tile(what: str, number: str, explanation: str, mood: str) -> str:
 def _story(report: Report) -> str:
     """What happened, in a paragraph."""
     parts = "" if report.fragments == 1 else f" The model's {report.fragments} fragments take turns."
+    parallel = (
+        " Averaging gradients at every step, as data-parallel training does, would have sent "
+        f"{human_bytes(report.bytes_data_parallel)}."
+        if report.bytes_data_parallel
+        else ""
+    )
     compared = " and ".join(f"{name} reached {loss:.2f}" for name, loss in report.compared)
     sentences = (
         f"The model has {human_count(report.parameters)} parameters, and each island trained it for "
         f"{_count(report.steps, 'step')}.",
         f"Every {_count(report.sync_every, 'step')} an island sent the coordinator what it had learned "
         f"since, its pseudo-gradient; the coordinator merged them and sent the new parameters back.{parts}",
-        f"For all of this the islands sent {human_bytes(report.bytes_sent)}. Averaging gradients at every step, as "
-        f"data-parallel training does, would have sent {human_bytes(report.bytes_data_parallel)}.",
+        f"For all of this {_count(len(report.islands), 'island')} sent {human_bytes(report.bytes_sent)}.{parallel}",
         f"After {human_seconds(report.seconds)} and {human_count(report.tokens)} training tokens the merged "
         f"model predicts text it never saw with {report.loss:.2f} nats per byte, where byte frequencies "
         f"alone (unigram) need {report.loss_unigram:.2f}.",
