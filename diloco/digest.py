@@ -3,7 +3,8 @@
 The digest is the sum (mod 2^64) over all elements of `h + 2^32 g`, where h is a 32-bit mix of (flat index in the
 fragment, fp32 bit pattern) and g is a second mix of h. A sum has no order, so it is the same for every shard layout,
 and one all-reduce of an int64 adds the ranks' parts. For a given index h is a bijection of the bits, so any change of
-a single element shows; elements exactly 2^32 apart may change places unseen. It detects faults; it does not resist an adversary.
+a single element shows; elements exactly 2^32 apart may change places unseen. It detects faults; it does not resist an
+adversary.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch import Tensor
 from coordinator import rounds
 from coordinator.cli import listen_on
 from coordinator.fold import Part
-from coordinator.rounds import Beat, Contributed, Decision, Entry, Event, Joined, Leaving, Phase, Seeded, Spoiled, Tick
+from coordinator.rounds import Beat, Contributed, Entry, Event, Fact, Joined, Leaving, Phase, Seeded, Spoiled, Tick
 from coordinator.run import Run
 from coordinator.store import Store
 from diloco.codec import CODECS, Codec
@@ -94,34 +94,34 @@ class Play:
                 self.beat(island)
             assert self.state.phase is Phase.RUNNING
 
-    def take(self, event: Event) -> list[Decision]:
+    def take(self, event: Event) -> list[Fact]:
         self.state, decisions = rounds.step(self.state, event, self.clock())
         return decisions
 
     def epoch(self, island: str) -> int:
         return self.state.members[island].epoch
 
-    def join(self, island: str) -> list[Decision]:
+    def join(self, island: str) -> list[Fact]:
         return self.take(Joined(island=island))
 
-    def beat(self, island: str, ready: bool = True) -> list[Decision]:
+    def beat(self, island: str, ready: bool = True) -> list[Fact]:
         return self.take(Beat(island=island, epoch=self.epoch(island), ready=ready))
 
-    def leave(self, island: str) -> list[Decision]:
+    def leave(self, island: str) -> list[Fact]:
         return self.take(Leaving(island=island, epoch=self.epoch(island), reason="done here"))
 
-    def give(self, island: str, tokens: int = 100, fragment: int = 0, round_: int | None = None) -> list[Decision]:
+    def give(self, island: str, tokens: int = 100, fragment: int = 0, round_: int | None = None) -> list[Fact]:
         """The island contributes, to the open round if no other is named."""
         number = self.state.rounds[fragment].round if round_ is None else round_
         entry = Entry(island=island, epoch=self.epoch(island), tokens=tokens)
         return self.take(Contributed(fragment=fragment, round=number, entry=entry))
 
-    def spoil(self, island: str, fragment: int = 0, round_: int | None = None) -> list[Decision]:
+    def spoil(self, island: str, fragment: int = 0, round_: int | None = None) -> list[Fact]:
         number = self.state.rounds[fragment].round if round_ is None else round_
         epoch = self.epoch(island)
         return self.take(Spoiled(fragment=fragment, round=number, island=island, epoch=epoch, reason="not finite"))
 
-    def tick(self, seconds: float) -> list[Decision]:
+    def tick(self, seconds: float) -> list[Fact]:
         self.clock.now += seconds
         return self.take(Tick())
 

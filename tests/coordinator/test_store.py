@@ -230,13 +230,13 @@ def test_a_newer_format_is_refused(state: Store) -> None:
 
 def test_a_folder_belongs_to_one_run_with_one_set_of_settings(tmp_path: Path) -> None:
     saved = snapshot()
-    check_same_run(saved, configure('wire.down="bf16"'), tmp_path)
+    check_same_run(saved.config, configure('wire.down="bf16"'), tmp_path)
     for other, words in (
         (configure(run_id="other"), "holds run 'test' .* not 'other'"),
         (configure("outer.lr=0.5"), "was written with settings .* a run keeps its settings"),
     ):
         with pytest.raises(RunMismatch, match=words) as caught:
-            check_same_run(saved, other, tmp_path)
+            check_same_run(saved.config, other, tmp_path)
         assert saved.config.digest[:12] in caught.value.message
         assert other.digest[:12] in caught.value.message
         assert saved.config.digest[:12] != other.digest[:12]
