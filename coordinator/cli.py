@@ -1,4 +1,4 @@
-"""`diloco coordinator`."""
+"""`diloco coordinator` and `diloco ledger`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from diloco.errors import ConfigError, EnvironmentFault, ExitCode
+from diloco.errors import ConfigError, EnvironmentFault, ExitCode, InputError
 
 if TYPE_CHECKING:
     import grpc
