@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,16 @@ class Recovered:
     fresh: bool = True
     """Whether the ledger was empty."""
 
+    def over(self, outers: Sequence[Outer], ended: Sequence[int]) -> Recovered:
+        """Lays the ledger over a snapshot: its outer state, and the rounds of each fragment that it holds."""
+        self.outers, self.ended = list(outers), list(ended)
+        self.pending = [end for end in self.pending if end.round >= ended[end.fragment]]
+        return self
+
+
+Locate = Callable[[dict[str, Any]], Stored]
+"""Finds the stored bytes that a `part` row speaks of."""
+
 
 def recover(ledger: Ledger, config: RunConfig, root: Path, *, oldest: bool = False) -> Recovered:
     """Replays a ledger over a snapshot.
@@ -95,21 +105,25 @@ def recover(ledger: Ledger, config: RunConfig, root: Path, *, oldest: bool = Fal
         RunMismatch: the folder belongs to another run, or to other settings.
         InputError, DigestMismatch: damaged files.
     """
-    found = Recovered(state=rounds.start(config.rounds, config.merge.weights, Schedule.of(config)))
-    for row in ledger.read():
-        found.fresh = False
-        _replay(found, row, config, root)
+    found = replay(ledger.read(), config, root, lambda body: _stored(body, root))
     if not found.state.seeded:
         return found
     snapshot = load_snapshot(root, oldest=oldest)
     if snapshot is None:
         raise InputError(f"the ledger in {root} speaks of first parameters, but there is no snapshot")
-    found.outers, found.ended = list(snapshot.outers), list(snapshot.rounds)
-    found.pending = [end for end in found.pending if end.round >= found.ended[end.fragment]]
+    return found.over(snapshot.outers, snapshot.rounds)
+
+
+def replay(rows: Iterable[Row], config: RunConfig, root: Path, locate: Locate) -> Recovered:
+    """Folds the rows of a ledger; the outer state is still missing (`Recovered.over`)."""
+    found = Recovered(state=rounds.start(config.rounds, config.merge.weights, Schedule.of(config)))
+    for row in rows:
+        found.fresh = False
+        _replay(found, row, config, root, locate)
     return found
 
 
-def _replay(found: Recovered, row: Row, config: RunConfig, root: Path) -> None:
+def _replay(found: Recovered, row: Row, config: RunConfig, root: Path, locate: Locate) -> None:
     body = row.body
     match row.kind:
         case "run":
@@ -118,7 +132,7 @@ def _replay(found: Recovered, row: Row, config: RunConfig, root: Path) -> None:
             found.layout = Layout(TensorSpec(n, tuple(shape), kind) for n, shape, kind in body["tensors"])
             found.fragments = partition(found.layout, config.sync)
         case "part":
-            _replay_part(found, body, root)
+            _replay_part(found, body, locate(body))
         case "folded":
             found.digests[body["fragment"], body["version"]] = body["digest"]
         case kind if facts.is_fact(kind):
@@ -130,13 +144,16 @@ def _replay(found: Recovered, row: Row, config: RunConfig, root: Path) -> None:
             raise InputError(f"the ledger in {root} has a fact of kind '{kind}', which this version does not know")
 
 
-def _replay_part(found: Recovered, body: dict[str, Any], root: Path) -> None:
-    stored = Stored(
+def _stored(body: dict[str, Any], root: Path) -> Stored:
+    return Stored(
         pieces=tuple(Piece(t, Box(tuple(offset), tuple(size))) for t, offset, size in body["pieces"]),
         codec=by_id(*body["codec"]),
         path=root / "inbox" / body["file"],
         digest=body["digest"],
     )
+
+
+def _replay_part(found: Recovered, body: dict[str, Any], stored: Stored) -> None:
     inbound = found.inbox.inbound(found.fragments[body["fragment"]], body["round"], body["island"], body["epoch"])
     if inbound:
         inbound.tokens = body["tokens"]
