@@ -54,7 +54,7 @@ def decode(kind: str, body: dict[str, Any]) -> Fact:
     values = {f.name: body[f.name] for f in fields(cls) if f.name in body}
     try:
         if "entry" in values:
-            values["entry"] = Entry(**values["entry"])
+            values["entry"] = Entry(**{f.name: values["entry"][f.name] for f in fields(Entry)})
         if "standing" in values:
             values["standing"] = Standing(values["standing"])
         if "phase" in values:
@@ -62,6 +62,6 @@ def decode(kind: str, body: dict[str, Any]) -> Fact:
         if "active" in values:
             values["active"] = tuple(values["active"])
         fact: Fact = cls(**values)
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"the ledger has a damaged fact of kind '{kind}': {error}") from error
     return fact

@@ -138,6 +138,11 @@ class Inbox:
         """The parts of an island's contribution."""
         return list(self._rounds[fragment, round_][island].parts.values())
 
+    def knows(self, fragment: int, round_: int, island: str, epoch: int, rank: int) -> bool:
+        """Whether a rank's part of a whole contribution has come under an epoch."""
+        inbound = self._rounds.get((fragment, round_), {}).get(island)
+        return bool(inbound and inbound.epoch == epoch and inbound.coverage.whole and rank in inbound.parts)
+
     def holds(self, path: Path) -> bool:
         """Whether a file is part of a contribution."""
         return any(i.holds(path) for islands in self._rounds.values() for i in islands.values())

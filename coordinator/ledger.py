@@ -6,6 +6,7 @@ state is a deterministic fold over the facts (`rounds.apply`) and the contributi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator
@@ -44,16 +45,27 @@ class Ledger:
         self.path = path
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._open()
-        except sqlite3.DatabaseError as error:
+        except sqlite3.Error as error:
             raise EnvironmentFault(f"cannot open the ledger {path}: {error}") from error
+        try:
+            self._open()
+        except sqlite3.OperationalError as error:
+            self._db.close()
+            raise EnvironmentFault(f"cannot open the ledger {path}: {error}") from error
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise InputError(f"{path} is not a ledger of this project: {error}") from error
+        except InputError:
+            self._db.close()
+            raise
 
     def _open(self) -> None:
         application = self._db.execute("PRAGMA application_id").fetchone()[0]
         schema = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if (application, schema) == (0, 0):
+        tables = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if (application, schema, tables) == (0, 0, 0):
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute(
                 "CREATE TABLE facts (seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL, "
@@ -70,6 +82,8 @@ class Ledger:
                 f"{self.path} has schema {schema}, newer than {SCHEMA}, the newest this version reads: "
                 "start the version that wrote it"
             )
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
 
     def close(self) -> None:
         """Closes the file."""
@@ -95,13 +109,17 @@ class Ledger:
             last = self._db.execute("SELECT max(seq) FROM facts").fetchone()[0]
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            with contextlib.suppress(sqlite3.Error):
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
             raise OSError(f"the ledger {self.path} cannot be written: {error}") from error
         return int(last or 0)
 
     def read(self, after: int = 0) -> Iterator[Row]:
-        """Yields the facts numbered above `after`, in order."""
-        cursor = self._db.execute("SELECT seq, at, kind, body FROM facts WHERE seq > ? ORDER BY seq", (after,))
-        for seq, at, kind, body in cursor:
-            yield Row(seq=seq, at=at, kind=kind, body=json.loads(body))
+        """Yields the facts numbered above `after`, in order. Raises `InputError` where the file is damaged."""
+        try:
+            cursor = self._db.execute("SELECT seq, at, kind, body FROM facts WHERE seq > ? ORDER BY seq", (after,))
+            for seq, at, kind, body in cursor:
+                yield Row(seq=seq, at=at, kind=kind, body=json.loads(body))
+        except (sqlite3.DatabaseError, ValueError) as error:
+            raise InputError(f"the ledger {self.path} is damaged: {error}") from error

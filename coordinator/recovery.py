@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from coordinator import facts, rounds
-from coordinator.fold import Outer, fold
+from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import Inbox, Stored
 from coordinator.ledger import Ledger, Row
 from coordinator.store import check_same_run, load_snapshot
@@ -78,6 +80,8 @@ class Recovered:
     """Rounds that have ended and that the snapshot does not hold, in their order."""
     digests: dict[tuple[int, int], str] = field(default_factory=dict)
     """(fragment, version) -> digest, for every round that was folded."""
+    ends: dict[tuple[int, int], tuple[rounds.Committed | rounds.Skipped, int]] = field(default_factory=dict)
+    """(fragment, round) -> how it ended, and at which version, for every round that has ended."""
     fresh: bool = True
     """Whether the ledger was empty."""
 
@@ -106,6 +110,8 @@ def recover(ledger: Ledger, config: RunConfig, root: Path, *, oldest: bool = Fal
         InputError, DigestMismatch: damaged files.
     """
     found = replay(ledger.read(), config, root, lambda body: _stored(body, root))
+    if found.fresh and any(root.glob("manifest-*.json")):
+        raise InputError(f"{root} has snapshots but no ledger: restore ledger.sqlite or name another --state")
     if not found.state.seeded:
         return found
     snapshot = load_snapshot(root, oldest=oldest)
@@ -119,7 +125,10 @@ def replay(rows: Iterable[Row], config: RunConfig, root: Path, locate: Locate) -
     found = Recovered(state=rounds.start(config.rounds, config.merge.weights, Schedule.of(config)))
     for row in rows:
         found.fresh = False
-        _replay(found, row, config, root, locate)
+        try:
+            _replay(found, row, config, root, locate)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise InputError(f"fact {row.seq} of the ledger in {root} is damaged: {error!r}") from error
     return found
 
 
@@ -140,6 +149,7 @@ def _replay(found: Recovered, row: Row, config: RunConfig, root: Path, locate: L
             found.state = rounds.apply(found.state, fact, 0.0)
             if isinstance(fact, rounds.Committed | rounds.Skipped):
                 found.pending.append(fact)
+                found.ends[fact.fragment, fact.round] = fact, found.state.rounds[fact.fragment].version
         case kind:
             raise InputError(f"the ledger in {root} has a fact of kind '{kind}', which this version does not know")
 
@@ -163,10 +173,13 @@ def _replay_part(found: Recovered, body: dict[str, Any], stored: Stored) -> None
             log.warning("a recorded part does not fit and is left out: %s", error.message)
 
 
-def clean(root: Path, inbox: Inbox) -> None:
-    """Removes files of contributions that nothing in the ledger speaks of: their senders have no receipt."""
+def clean(root: Path, found: Recovered) -> None:
+    """Removes what nothing in the ledger speaks of: contributions without a receipt, unfinished first parameters."""
     for path in (root / "inbox").iterdir():
-        if not inbox.holds(path):
+        if not found.inbox.holds(path):
+            path.unlink()
+    if not found.state.seeded:
+        for path in root.glob("manifest-*.json"):
             path.unlink()
 
 
@@ -185,7 +198,7 @@ def verify(ledger: Ledger, root: Path) -> Iterable[tuple[int, int, str]]:
     """Folds again what the oldest snapshot kept does not hold; yields (fragment, version, digest) as found equal.
 
     Raises:
-        DigestMismatch: a fold that comes to other bits than the ledger says.
+        DigestMismatch: a contribution or a fold with other bits than the ledger says.
         InputError: missing files.
     """
     config = recorded_config(ledger)
@@ -195,7 +208,7 @@ def verify(ledger: Ledger, root: Path) -> Iterable[tuple[int, int, str]]:
         if isinstance(end, rounds.Skipped) or (end.fragment, end.version) not in found.digests:
             continue
         fragment = found.fragments[end.fragment]
-        parts = {i: [s.part() for s in found.inbox.parts(end.fragment, end.round, i)] for i in end.shares}
+        parts = {i: [_checked(s) for s in found.inbox.parts(end.fragment, end.round, i)] for i in end.shares}
         outer, _ = fold(fragment, found.outers[end.fragment], parts, end.shares, config.outer, down)
         found.outers[end.fragment] = outer
         recorded = found.digests[end.fragment, outer.version]
@@ -207,3 +220,15 @@ def verify(ledger: Ledger, root: Path) -> Iterable[tuple[int, int, str]]:
                 version=outer.version,
             )
         yield end.fragment, outer.version, recorded
+
+
+def _checked(stored: Stored) -> Part:
+    """A part whose file has the bytes that were recorded."""
+    try:
+        part = stored.part()
+    except FileNotFoundError:
+        raise InputError(f"{stored.path} is missing, but the ledger speaks of it") from None
+    found = xxhash.xxh3_128_hexdigest(part.payload.numpy().data)
+    if found != stored.digest:
+        raise DigestMismatch(f"{stored.path} has digest {found}, and the ledger says {stored.digest}")
+    return part

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from coordinator import facts, rounds
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import SeedBed, Stored
-from coordinator.recovery import clean, folded_row, layout_row, part_row, recover, run_row
+from coordinator.recovery import Recovered, clean, folded_row, layout_row, part_row, recover, run_row
 from coordinator.rounds import Committed, Skipped
 from coordinator.store import UPDATES_KEPT, Snapshot, Store
 from diloco.codec import CODECS
 from diloco.config import RunConfig
-from diloco.errors import DilocoError, DivergedError, Malformed, RunMismatch, StaleEpoch
+from diloco.digest import show
+from diloco.errors import DigestMismatch, DilocoError, DivergedError, Malformed, RunMismatch, StaleEpoch
 from diloco.fragments import partition
 from diloco.layout import Layout
 
@@ -83,7 +86,9 @@ class Run:
         """Rounds of each fragment whose outcome is published."""
         self.progress = {island: Progress(ranks=0) for island in self.state.members}
         self.outcomes: dict[tuple[int, int], Outcome] = {}
-        self.totals = Totals(committed=sum(outer.version for outer in found.outers))
+        committed = sum(outer.version for outer in found.outers)
+        self.totals = Totals(committed=committed, skipped=sum(found.ended) - committed)
+        self._digests = found.digests
         self.changed = asyncio.Condition()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turn = asyncio.Lock()
@@ -99,7 +104,8 @@ class Run:
         if found.fresh:
             store.record([run_row(config)])
         else:
-            clean(store.root, found.inbox)
+            clean(store.root, found)
+            self._recall(found)
             versions = [outer.version for outer in self.outers]
             log.info("taken up from the ledger: versions %s, %d rounds to fold", versions, len(found.pending))
 
@@ -114,6 +120,8 @@ class Run:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        async with self._turn:
+            pass  # what is being made durable is known here as well
         if self.totals.unsaved and self.outers:
             await self.in_worker(self._save)
         self._worker.shutdown()
@@ -129,17 +137,35 @@ class Run:
 
     async def _tick(self) -> None:
         trouble = ""
-        for fragment in range(len(self.state.rounds)):
-            await self._accept_whole(fragment)
         while True:
-            await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
             try:
+                await self._in_turn(self._catch_up)
+                await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
                 await self.take(rounds.Tick())
                 trouble = ""
             except OSError as error:
                 if str(error) != trouble:
                     log.error("nothing can be decided: %s", error)
                 trouble = str(error)
+                await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
+
+    async def _catch_up(self) -> None:
+        """Enters contributions whose last part is recorded while their acceptance could not be."""
+        for fragment in range(len(self.state.rounds)):
+            await self._accept_whole(fragment)
+
+    def _recall(self, found: Recovered) -> None:
+        """Publishes again how the last rounds ended that the snapshot holds, as far as their updates are kept."""
+        for fragment, ended in enumerate(self.ended[: len(self.state.rounds)]):
+            for round_ in range(max(0, ended - UPDATES_KEPT), ended):
+                end, version = found.ends[fragment, round_]
+                path = self.store.update_path(fragment, round_)
+                committed = isinstance(end, Committed)
+                if committed and not path.exists():
+                    continue
+                digest = int(found.digests.get((fragment, version), "0"), 16)
+                update = path if committed else None
+                self.outcomes[fragment, round_] = Outcome(committed, end.reason, version, digest, update)
 
     async def in_worker(self, work: Callable[[], T]) -> T:
         """Runs blocking work in the worker thread."""
@@ -154,8 +180,16 @@ class Run:
             StaleEpoch, Malformed: as `rounds.step` does; nothing has changed.
             OSError: the facts could not be made durable; nothing has changed.
         """
-        async with self._turn:
-            await self._take(event)
+        await self._in_turn(lambda: self._take(event))
+
+    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Does work alone, and to its end also where the caller goes away: what is durable must be known here too."""
+
+        async def alone() -> T:
+            async with self._turn:
+                return await work()
+
+        return await asyncio.shield(asyncio.ensure_future(alone()))
 
     async def _take(self, event: rounds.Event) -> None:
         state, found = rounds.step(self.state, event, self.clock())
@@ -225,7 +259,16 @@ class Run:
             return new, self.store.write_update(decision.fragment, decision.round, update)
 
         new, path = await self.in_worker(work)
-        await self._record([folded_row(*key, new)])
+        known = self._digests.pop((decision.fragment, new.version), "")
+        if known and known != show(new.digest):
+            raise DigestMismatch(
+                f"fragment {decision.fragment} version {new.version} folds to {show(new.digest)}, and the ledger says "
+                f"{known}: a contribution in {self.store.root} is damaged",
+                fragment=decision.fragment,
+                version=new.version,
+            )
+        if not known:
+            await self._record([folded_row(*key, new)])
         self.outers[decision.fragment] = new
         self.totals.committed += 1
         self.totals.unsaved += 1
@@ -238,16 +281,16 @@ class Run:
         self.ended[decision.fragment] = decision.round + 1
         self.outcomes.pop((decision.fragment, decision.round - UPDATES_KEPT), None)
 
-    def _save(self) -> None:
+    def _save(self, outers: Sequence[Outer] = (), ended: Sequence[int] = ()) -> None:
         assert self.layout is not None
-        self.totals.unsaved = 0
         snapshot = Snapshot(
             config=self.config,
             layout=self.layout,
             fragments=self.fragments,
-            outers=tuple(self.outers),
-            rounds=tuple(self.ended),
+            outers=tuple(outers or self.outers),
+            rounds=tuple(ended or self.ended),
         )
+        self.totals.unsaved = 0
         for fragment, needed in enumerate(self.store.save(snapshot, self.config.snapshot.keep)):
             self._inbox.forget(fragment, before=needed)
 
@@ -267,6 +310,9 @@ class Run:
                 f"this coordinator serves run '{self.config.run.id}' (model layout {mine}), and the island means to "
                 f"join run '{run_id}' (model layout {layout.digest[:16]}): check the address or island.run_id"
             )
+        return await self._in_turn(lambda: self._join(island, ranks, layout))
+
+    async def _join(self, island: str, ranks: int, layout: Layout) -> int:
         if self.layout is None:
             fragments = partition(layout, self.config.sync)
             await self._record([layout_row(layout)])
@@ -277,8 +323,9 @@ class Run:
                 f"run '{self.config.run.id}' trains a model with layout {self.layout.digest[:16]}, and island "
                 f"'{island}' has layout {layout.digest[:16]}: {self.layout.difference(layout)}"
             )
+        self.progress.setdefault(island, Progress(ranks=ranks))
+        await self._take(rounds.Joined(island=island))
         self.progress[island] = Progress(ranks=ranks)
-        await self.take(rounds.Joined(island=island))
         return self.state.members[island].epoch
 
     def lease(self, run_id: str, island: str, epoch: int) -> None:
@@ -310,13 +357,25 @@ class Run:
         duplicate = await self.in_worker(lambda: bed.add(fragment, rank, part, digest))
         anchors = bed.harvest() if bed is self._seedbed else []
         if anchors:
-            pairs = list(zip(self.fragments, anchors, strict=True))
-            self.outers = await self.in_worker(lambda: [Outer.first(f, a) for f, a in pairs])
-            self.ended = [0] * len(self.fragments)
-            self.totals.unsaved = 1
-            await self.in_worker(self._save)
-            await self.take(rounds.Seeded())
+            await self._in_turn(lambda: self._plant(anchors))
         return duplicate
+
+    async def _plant(self, anchors: list[Tensor]) -> None:
+        """Makes the first parameters durable, then shows them."""
+        pairs = list(zip(self.fragments, anchors, strict=True))
+
+        def work() -> list[Outer]:
+            outers = [Outer.first(fragment, anchor) for fragment, anchor in pairs]
+            self._save(outers, [0] * len(outers))
+            return outers
+
+        try:
+            outers = await self.in_worker(work)
+            await self._take(rounds.Seeded())
+        except OSError:
+            self._seedbed = None
+            raise
+        self.outers, self.ended = outers, [0] * len(outers)
 
     def expected(self, fragment: int, round_: int, base_version: int) -> str:
         """Checks the key of a contribution: "" where it can count, else why it would be dropped.
@@ -341,12 +400,19 @@ class Run:
         Returns:
             (whether it was known already, why it is dropped or "").
         """
-        try:
-            async with self._turn:
+
+        async def work() -> tuple[bool, str]:
+            try:
                 return await self._contribute(island, epoch, rank, fragment, round_, stored, tokens)
-        finally:
-            if not self._inbox.holds(stored.path):
-                stored.path.unlink(missing_ok=True)
+            finally:
+                if not self._inbox.holds(stored.path):
+                    stored.path.unlink(missing_ok=True)
+
+        return await self._in_turn(work)
+
+    def knows(self, island: str, epoch: int, rank: int, fragment: int, round_: int) -> bool:
+        """Whether a rank's part of a contribution to an ended round has come in time."""
+        return self._inbox.knows(fragment, round_, island, epoch, rank)
 
     async def _contribute(
         self, island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int

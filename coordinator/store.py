@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from diloco.framing import unchunk
 from diloco.layout import Layout, TensorSpec
 from diloco.settings import to_toml
 
+log = logging.getLogger("diloco.coordinator")
 FORMAT = 1
 UPDATES_KEPT = 8
 
@@ -105,9 +107,15 @@ class Store:
         """
         at = time.time()
         last = self.ledger.append(rows, at)
-        with (self.root / "events.jsonl").open("a", encoding="utf-8") as events:
-            for seq, (kind, body) in enumerate(rows, last - len(rows) + 1):
-                events.write(json.dumps({"seq": seq, "at": at, "kind": kind, **body}) + "\n")
+        lines = (
+            json.dumps({"seq": seq, "at": at, "kind": kind, **body}) + "\n"
+            for seq, (kind, body) in enumerate(rows, last - len(rows) + 1)
+        )
+        try:
+            with (self.root / "events.jsonl").open("a", encoding="utf-8") as events:
+                events.writelines(lines)
+        except OSError as error:  # the rows are in the ledger; this is for people only
+            log.warning("events.jsonl cannot be written: %s", error)
 
     # -- contributions and updates --------------------------------------------------------------------------------
 
