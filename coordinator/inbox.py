@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -30,8 +30,8 @@ class Coverage:
     def whole(self) -> bool:
         return not self._missing
 
-    def add(self, pieces: Sequence[Piece]) -> None:
-        """Takes the pieces of one part. Raises `Malformed`, and takes none, where one is foreign or known already."""
+    def check(self, pieces: Sequence[Piece]) -> dict[int, list[Box]]:
+        """The boxes by tensor, if they fit. Raises `Malformed` where one is foreign or has come already."""
         fresh: dict[int, list[Box]] = {}
         for piece in pieces:
             if piece.tensor not in self._boxes:
@@ -42,7 +42,11 @@ class Coverage:
             if any(box.overlaps(piece.box) for box in known):
                 raise Malformed(f"tensor {piece.tensor}: {piece.box} has come already, from another rank")
             fresh.setdefault(piece.tensor, []).append(piece.box)
-        for tensor, boxes in fresh.items():
+        return fresh
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Takes the pieces of one part. Raises `Malformed`, and takes none, where they do not fit."""
+        for tensor, boxes in self.check(pieces).items():
             self._boxes[tensor] += boxes
             self._missing -= sum(box.numel for box in boxes)
 
@@ -67,19 +71,26 @@ class Inbound:
 
     epoch: int
     coverage: Coverage
+    tokens: int = 0
     parts: dict[int, Stored] = field(default_factory=dict)
 
-    def add(self, rank: int, stored: Stored) -> bool:
-        """Takes a rank's part; returns whether it was known already.
+    def check(self, rank: int, stored: Stored) -> bool:
+        """Whether a rank's part is known already.
 
         Raises:
             Conflict: the rank has sent other bytes under the same key.
             Malformed: its pieces do not fit.
         """
         known = self.parts.get(rank)
-        if known is not None:
-            if (known.digest, known.pieces) != (stored.digest, stored.pieces):
-                raise Conflict(f"rank {rank} has sent {known.digest} before and sends {stored.digest} now")
+        if known is None:
+            self.coverage.check(stored.pieces)
+        elif (known.digest, known.pieces) != (stored.digest, stored.pieces):
+            raise Conflict(f"rank {rank} has sent {known.digest} before and sends {stored.digest} now")
+        return known is not None
+
+    def add(self, rank: int, stored: Stored) -> bool:
+        """Takes a rank's part unless it is known already, and returns whether it was. Raises what `check` raises."""
+        if self.check(rank, stored):
             return True
         self.coverage.add(stored.pieces)
         self.parts[rank] = stored
@@ -93,6 +104,54 @@ class Inbound:
         """Removes the files of all parts."""
         for stored in self.parts.values():
             stored.path.unlink(missing_ok=True)
+
+
+class Inbox:
+    """What has come of all contributions whose rounds are open, or whose update no kept snapshot holds yet."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[tuple[int, int], dict[str, Inbound]] = {}
+
+    def inbound(self, fragment: Fragment, round_: int, island: str, epoch: int) -> Inbound | None:
+        """Where an island's parts go; none where it has contributed to the round under another epoch.
+
+        What it had sent of a contribution under an earlier epoch, but not finished, is forgotten.
+        """
+        islands = self._rounds.setdefault((fragment.index, round_), {})
+        known = islands.get(island)
+        if known and known.epoch != epoch:
+            if known.coverage.whole:
+                return None
+            known.discard()
+            known = None
+        if known is None:
+            known = islands[island] = Inbound(epoch=epoch, coverage=Coverage(fragment))
+        return known
+
+    def whole(self, fragment: int, round_: int) -> Iterator[tuple[str, Inbound]]:
+        """The complete contributions to a round, by island."""
+        for island, inbound in self._rounds.get((fragment, round_), {}).items():
+            if inbound.coverage.whole:
+                yield island, inbound
+
+    def parts(self, fragment: int, round_: int, island: str) -> list[Stored]:
+        """The parts of an island's contribution."""
+        return list(self._rounds[fragment, round_][island].parts.values())
+
+    def knows(self, fragment: int, round_: int, island: str, epoch: int, rank: int) -> bool:
+        """Whether a rank's part of a whole contribution has come under an epoch."""
+        inbound = self._rounds.get((fragment, round_), {}).get(island)
+        return bool(inbound and inbound.epoch == epoch and inbound.coverage.whole and rank in inbound.parts)
+
+    def holds(self, path: Path) -> bool:
+        """Whether a file is part of a contribution."""
+        return any(i.holds(path) for islands in self._rounds.values() for i in islands.values())
+
+    def forget(self, fragment: int, before: int) -> None:
+        """Removes contributions to rounds of a fragment before round `before`, and their files."""
+        for key in [k for k in self._rounds if k[0] == fragment and k[1] < before]:
+            for inbound in self._rounds.pop(key).values():
+                inbound.discard()
 
 
 class SeedBed:

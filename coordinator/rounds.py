@@ -3,6 +3,10 @@
 No clock, no I/O, no randomness: `now` is seconds on the caller's monotonic clock, and every decision carries its
 reason in words. The service, the tests and the simulator drive the same function.
 
+Decisions are facts. `step` only finds out which facts follow from an event; `apply` alone changes the state by a
+fact. So the state is a fold of `apply` over the facts, and a coordinator that kept them finds itself where it was.
+What a heartbeat brings (leases, readiness) is no fact: it is forgotten, and comes again.
+
 A round of a fragment collects contributions for the fragment's next version. It ends
 
     committed   all active islands have contributed, or the quorum has and the grace period is over
@@ -11,7 +15,7 @@ A round of a fragment collects contributions for the fragment's next version. It
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -155,7 +159,7 @@ class Tick:
 
 Event = Joined | Beat | Leaving | Seeded | Contributed | Spoiled | Tick
 
-# -- decisions ----------------------------------------------------------------------------------------------------
+# -- facts --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +180,38 @@ class Gone:
     reason: str
 
 
+@dataclass(frozen=True)
+class Planted:
+    """The first parameters are complete."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """The run entered a phase."""
+    """The run entered a phase; `active` islands took part in its start."""
 
     phase: Phase
     reason: str
+    active: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """A contribution counts in its round."""
+
+    fragment: int
+    round: int
+    entry: Entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """A contribution is recorded and not folded. `spoiled`: its round no longer waits for the island."""
+
+    fragment: int
+    round: int
+    island: str
+    reason: str
+    spoiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,34 +234,16 @@ class Skipped:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dropped:
-    """A contribution is recorded and not folded."""
-
-    fragment: int
-    round: int
-    island: str
-    reason: str
+Fact = Admitted | Gone | Planted | Moved | Accepted | Dropped | Committed | Skipped
 
 
-Decision = Admitted | Gone | Moved | Committed | Skipped | Dropped
-Step = tuple[State, list[Decision]]
+def start(config: RoundsConfig, weights: Weighting, schedule: Schedule, *, epoch: int = 0) -> State:
+    """The state of a run that nobody has joined; epochs begin above `epoch`."""
+    rounds = tuple(Round() for _ in schedule.offsets)
+    return State(config=config, weights=weights, schedule=schedule, rounds=rounds, last_epoch=epoch)
 
 
-def start(config: RoundsConfig, weights: Weighting, schedule: Schedule) -> State:
-    """The state of a run that nobody has joined."""
-    return State(config=config, weights=weights, schedule=schedule, rounds=tuple(Round() for _ in schedule.offsets))
-
-
-def resume(state: State, *, epoch: int, versions: Sequence[int] = (), ended: Sequence[int] = ()) -> State:
-    """The state of a run that is taken up: epochs start above `epoch`, fragments stand where a snapshot left them."""
-    if not versions:
-        return replace(state, last_epoch=epoch)
-    rounds = tuple(Round(version=v, round=r) for v, r in zip(versions, ended, strict=True))
-    return replace(state, last_epoch=epoch, seeded=True, rounds=rounds[: len(state.rounds)])
-
-
-def step(state: State, event: Event, now: float) -> Step:
+def step(state: State, event: Event, now: float) -> tuple[State, list[Fact]]:
     """Takes one event. Events that no correct island sends raise and change nothing.
 
     Args:
@@ -240,121 +252,152 @@ def step(state: State, event: Event, now: float) -> Step:
         now: seconds on a monotonic clock, the same for all calls.
 
     Returns:
-        The state after, and the decisions in the order they were taken.
+        The state after, and the facts in their order. They are to be durable before anybody hears of them.
 
     Raises:
         StaleEpoch: the event is from an epoch that is over.
         Malformed: the event names a round that cannot be.
     """
+    state, pending = _respond(state, event, now)
+    facts: list[Fact] = []
+    while pending:
+        for fact in pending:
+            state = apply(state, fact, now)
+        facts += pending
+        pending = _follow(state, now)
+    return state, facts
+
+
+def apply(state: State, fact: Fact, now: float) -> State:
+    """The state after a fact. Total: a fact has happened, so it is never refused."""
+    match fact:
+        case Admitted():
+            old = state.members.get(fact.island)
+            member = Member(
+                id=fact.island,
+                epoch=fact.epoch,
+                lease_until=now + state.config.lease_s,
+                contributions=old.contributions if old else 0,
+                dropped=old.dropped if old else 0,
+            )
+            seeder = "" if state.seeder == fact.island else state.seeder
+            return _elect(replace(_with(state, member), last_epoch=fact.epoch, seeder=seeder))
+        case Gone():
+            member = replace(state.members[fact.island], standing=fact.standing, ready=False, reason=fact.reason)
+            return _elect(_with(state, member))
+        case Planted():
+            return replace(state, seeded=True, seeder="")
+        case Moved():
+            for island in fact.active:
+                state = _with(state, replace(state.members[island], standing=Standing.ACTIVE))
+            return replace(state, phase=fact.phase)
+        case Accepted():
+            current, entry = state.rounds[fact.fragment], fact.entry
+            entries = {**current.entries, entry.island: entry}
+            quorum = now if len(entries) == state.config.quorum else current.quorum_at
+            current = replace(_opened(current, now), entries=entries, quorum_at=quorum)
+            return _with_round(_active(state, entry.island), fact.fragment, current)
+        case Dropped():
+            member = state.members[fact.island]
+            state = _with(state, replace(member, dropped=member.dropped + 1))
+            if not fact.spoiled:
+                return _active(state, fact.island)
+            current = _opened(state.rounds[fact.fragment], now)
+            refused = {**current.refused, fact.island: fact.reason}
+            return _with_round(state, fact.fragment, replace(current, refused=refused))
+        case Committed():
+            return _close(state, fact.fragment, fact.version)
+        case Skipped():
+            return _close(state, fact.fragment, None)
+
+
+def revive(state: State, now: float) -> State:
+    """The state of a coordinator that has just started again from its facts.
+
+    Islands get a full lease to report under the epochs they hold, and open rounds a full deadline: for how long nobody
+    answered is not known.
+    """
+    for member in state.members.values():
+        state = _with(state, replace(member, lease_until=now + state.config.lease_s))
+    for fragment, current in enumerate(state.rounds):
+        if current.opened_at is not None:
+            quorum = now if len(current.entries) >= state.config.quorum else None
+            state = _with_round(state, fragment, replace(current, opened_at=now, quorum_at=quorum))
+    return state
+
+
+# -- what follows from an event -------------------------------------------------------------------------------------
+
+
+def _respond(state: State, event: Event, now: float) -> tuple[State, list[Fact]]:
+    """The facts that an event brings by itself; only a heartbeat changes the state without one."""
     match event:
         case Joined():
-            state, decisions = _join(state, event, now)
+            reason = "came back" if event.island in state.members else "new"
+            return state, [Admitted(island=event.island, epoch=state.last_epoch + 1, reason=reason)]
         case Beat():
             member = member_of(state, event.island, event.epoch)
-            lease = now + state.config.lease_s
-            state = _with(state, replace(member, lease_until=lease, ready=event.ready or member.ready))
-            decisions = []
+            lease, ready = now + state.config.lease_s, event.ready or member.ready
+            state = _with(state, replace(member, lease_until=lease, ready=ready))
+            return state, _follow(state, now)
         case Leaving():
-            member = member_of(state, event.island, event.epoch)
-            state, decisions = _gone(state, member, Standing.LEFT, event.reason)
+            member_of(state, event.island, event.epoch)
+            return state, [Gone(island=event.island, standing=Standing.LEFT, reason=event.reason)]
         case Seeded():
-            state, decisions = replace(state, seeded=True, seeder=""), []
+            return state, [Planted()]
         case Contributed():
-            state, decisions = _contribute(state, event, now)
+            return state, [_judge(state, event)]
         case Spoiled():
-            state, decisions = _spoil(state, event, now)
+            return state, _spoil(state, event)
         case Tick():
-            state, decisions = _expire(state, now)
-    return _settle(state, decisions, now)
+            return state, _expired(state, now) or _follow(state, now)
 
 
-# -- handlers -----------------------------------------------------------------------------------------------------
-
-
-def _join(state: State, event: Joined, now: float) -> Step:
-    epoch = state.last_epoch + 1
-    known = event.island in state.members
-    member = Member(id=event.island, epoch=epoch, lease_until=now + state.config.lease_s)
-    if known:
-        old = state.members[event.island]
-        member = replace(member, contributions=old.contributions, dropped=old.dropped)
-    state = replace(_with(state, member), last_epoch=epoch)
-    if state.seeder == event.island:
-        state = replace(state, seeder="")
-    return state, [Admitted(island=event.island, epoch=epoch, reason="came back" if known else "new")]
-
-
-def _contribute(state: State, event: Contributed, now: float) -> Step:
+def _judge(state: State, event: Contributed) -> Accepted | Dropped:
     entry, current = event.entry, state.rounds[event.fragment]
-    member = replace(member_of(state, entry.island, entry.epoch), standing=Standing.ACTIVE)
-    state = _with(state, member)
+    member_of(state, entry.island, entry.epoch)
     reason = lateness(state, event.fragment, event.round)
     if not reason and entry.island in current.entries:
         reason = f"{entry.island} has already contributed to round {event.round}"
     if reason:
-        dropped = Dropped(fragment=event.fragment, round=event.round, island=entry.island, reason=reason)
-        return _with(state, replace(member, dropped=member.dropped + 1)), [dropped]
-    entries = {**current.entries, entry.island: entry}
-    quorum = now if len(entries) == state.config.quorum else current.quorum_at
-    opened = now if current.opened_at is None else current.opened_at
-    current = replace(current, entries=entries, quorum_at=quorum, opened_at=opened)
-    return _with_round(state, event.fragment, current), []
+        return Dropped(fragment=event.fragment, round=event.round, island=entry.island, reason=reason)
+    return Accepted(fragment=event.fragment, round=event.round, entry=entry)
 
 
-def _spoil(state: State, event: Spoiled, now: float) -> Step:
-    member, current = member_of(state, event.island, event.epoch), state.rounds[event.fragment]
+def _spoil(state: State, event: Spoiled) -> list[Fact]:
+    member_of(state, event.island, event.epoch)
+    current = state.rounds[event.fragment]
     late = lateness(state, event.fragment, event.round)
     if not late and event.island in current.refused:
-        return state, []  # another part of the same contribution
-    state = _with(state, replace(member, dropped=member.dropped + 1))
-    decision = Dropped(fragment=event.fragment, round=event.round, island=event.island, reason=event.reason)
-    if not late and event.island not in current.entries:
-        opened = now if current.opened_at is None else current.opened_at
-        refused = {**current.refused, event.island: event.reason}
-        state = _with_round(state, event.fragment, replace(current, refused=refused, opened_at=opened))
-    return state, [decision]
+        return []  # another part of the same contribution
+    spoiled = not late and event.island not in current.entries
+    fact = Dropped(
+        fragment=event.fragment, round=event.round, island=event.island, reason=event.reason, spoiled=spoiled
+    )
+    return [fact]
 
 
-def _expire(state: State, now: float) -> Step:
-    decisions: list[Decision] = []
-    for member in state.members.values():
-        if member.present and now >= member.lease_until:
-            reason = f"no heartbeat for {state.config.lease_s:g} s"
-            state, gone = _gone(state, member, Standing.LOST, reason)
-            decisions += gone
-    return state, decisions
+def _expired(state: State, now: float) -> list[Fact]:
+    reason = f"no heartbeat for {state.config.lease_s:g} s"
+    return [
+        Gone(island=m.id, standing=Standing.LOST, reason=reason)
+        for m in state.members.values()
+        if m.present and now >= m.lease_until
+    ]
 
 
-def _gone(state: State, member: Member, standing: Standing, reason: str) -> Step:
-    state = _with(state, replace(member, standing=standing, ready=False, reason=reason))
-    if state.seeder == member.id:
-        state = replace(state, seeder="")
-    return state, [Gone(island=member.id, standing=standing, reason=reason)]
-
-
-# -- what follows from any event ------------------------------------------------------------------------------------
-
-
-def _settle(state: State, decisions: list[Decision], now: float) -> Step:
-    if not state.seeded and not state.seeder:
-        present = sorted(m.id for m in state.members.values() if m.present)
-        state = replace(state, seeder=present[0] if present else "")
+def _follow(state: State, now: float) -> list[Fact]:
+    """The facts that follow from a state at a time: the run starts, rounds end, the run is done."""
     if state.phase is Phase.GATHERING and state.seeded:
-        ready = [m for m in state.members.values() if m.present and m.ready]
+        ready = tuple(sorted(m.id for m in state.members.values() if m.present and m.ready))
         if len(ready) >= state.config.start_islands:
-            for member in ready:
-                state = _with(state, replace(member, standing=Standing.ACTIVE))
-            state = replace(state, phase=Phase.RUNNING)
-            decisions.append(Moved(phase=Phase.RUNNING, reason=f"{len(ready)} islands are ready"))
-    for fragment in range(len(state.rounds)):
-        verdict = _verdict(state, fragment, now)
-        if verdict:
-            state = _close(state, verdict)
-            decisions.append(verdict)
+            return [Moved(phase=Phase.RUNNING, reason=f"{len(ready)} islands are ready", active=ready)]
+    verdicts: list[Fact] = [v for f in range(len(state.rounds)) if (v := _verdict(state, f, now))]
+    if verdicts:
+        return verdicts
     if state.phase is Phase.RUNNING and state.schedule.finished([r.round for r in state.rounds]):
-        state = replace(state, phase=Phase.DONE)
-        decisions.append(Moved(phase=Phase.DONE, reason="every fragment has ended its last round"))
-    return state, decisions
+        return [Moved(phase=Phase.DONE, reason="every fragment has ended its last round")]
+    return []
 
 
 def _verdict(state: State, fragment: int, now: float) -> Committed | Skipped | None:
@@ -391,17 +434,16 @@ def _verdict(state: State, fragment: int, now: float) -> Committed | Skipped | N
     return Skipped(fragment=fragment, round=current.round, reason=why)
 
 
-def _close(state: State, verdict: Committed | Skipped) -> State:
-    current = state.rounds[verdict.fragment]
-    version = verdict.version if isinstance(verdict, Committed) else current.version
+def _close(state: State, fragment: int, version: int | None) -> State:
+    """Ends a round: at `version` where it is committed, with the anchor as it was where not."""
+    current = state.rounds[fragment]
     for island in current.entries:
         member = state.members[island]
-        folded = isinstance(verdict, Committed)
-        state = _with(
-            state,
-            replace(member, contributions=member.contributions + folded, dropped=member.dropped + (not folded)),
-        )
-    return _with_round(state, verdict.fragment, Round(version=version, round=current.round + 1))
+        folded = version is not None
+        contributions, dropped = member.contributions + folded, member.dropped + (not folded)
+        state = _with(state, replace(member, contributions=contributions, dropped=dropped))
+    version = current.version if version is None else version
+    return _with_round(state, fragment, Round(version=version, round=current.round + 1))
 
 
 # -- questions ----------------------------------------------------------------------------------------------------
@@ -464,6 +506,23 @@ def member_of(state: State, island: str, epoch: int) -> Member:
         why = member.reason or f"a newer lease has epoch {member.epoch}"
         raise StaleEpoch(f"island '{island}' holds no lease under epoch {epoch} ({why}): join again", island=island)
     return member
+
+
+def _elect(state: State) -> State:
+    """Names who is to bring the first parameters, while nobody has."""
+    present = sorted(m.id for m in state.members.values() if m.present)
+    if state.seeded or state.seeder in present:
+        return state
+    return replace(state, seeder=present[0] if present else "")
+
+
+def _active(state: State, island: str) -> State:
+    member = state.members[island]
+    return _with(state, replace(member, standing=Standing.ACTIVE)) if member.present else state
+
+
+def _opened(current: Round, now: float) -> Round:
+    return replace(current, opened_at=now) if current.opened_at is None else current
 
 
 def _with(state: State, member: Member) -> State:

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from coordinator import rounds
+from torch import Tensor
+
+from coordinator import facts, rounds
 from coordinator.fold import Outer, Part, fold
-from coordinator.inbox import Coverage, Inbound, SeedBed, Stored
+from coordinator.inbox import SeedBed, Stored
+from coordinator.recovery import Recovered, clean, folded_row, layout_row, part_row, recover, run_row
 from coordinator.rounds import Committed, Skipped
-from coordinator.store import UPDATES_KEPT, Snapshot, Store, check_same_run, load_snapshot
+from coordinator.store import UPDATES_KEPT, Snapshot, Store
 from diloco.codec import CODECS
 from diloco.config import RunConfig
-from diloco.errors import DilocoError, DivergedError, Malformed, RunMismatch, StaleEpoch
-from diloco.fragments import Fragment, partition
+from diloco.digest import show
+from diloco.errors import DigestMismatch, DilocoError, DivergedError, Malformed, RunMismatch, StaleEpoch
+from diloco.fragments import partition
 from diloco.layout import Layout
-from diloco.schedule import Schedule
 
 log = logging.getLogger("diloco.coordinator")
 T = TypeVar("T")
@@ -75,39 +78,36 @@ class Run:
 
     def __init__(self, config: RunConfig, store: Store, clock: Callable[[], float]) -> None:
         self.config, self.store, self.clock = config, store, clock
-        self.state = rounds.start(config.rounds, config.merge.weights, Schedule.of(config))
-        self.epoch_base = store.next_incarnation() << 32
-        self.state = rounds.resume(self.state, epoch=self.epoch_base)
-        self.layout: Layout | None = None
-        self.fragments: tuple[Fragment, ...] = ()
-        self.outers: list[Outer] = []
-        self.ended: list[int] = []
+        found = recover(store.ledger, config, store.root)
+        self.state = rounds.revive(found.state, clock())
+        self.layout, self.fragments = found.layout, found.fragments
+        self.outers: list[Outer] = found.outers
+        self.ended: list[int] = found.ended
         """Rounds of each fragment whose outcome is published."""
-        self.progress: dict[str, Progress] = {}
+        self.progress = {island: Progress(ranks=0) for island in self.state.members}
         self.outcomes: dict[tuple[int, int], Outcome] = {}
-        self.totals = Totals()
+        committed = sum(outer.version for outer in found.outers)
+        self.totals = Totals(committed=committed, skipped=sum(found.ended) - committed)
+        self._digests = found.digests
         self.changed = asyncio.Condition()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._inbox: dict[tuple[int, int], dict[str, Inbound]] = {}
+        self._turn = asyncio.Lock()
+        self._inbox = found.inbox
         self._seedbed: SeedBed | None = None
         self._ends: asyncio.Queue[Committed | Skipped] = asyncio.Queue()
+        for end in found.pending:
+            self._ends.put_nowait(end)
         self._tasks: list[asyncio.Task[None]] = []
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fold")
+        self._scribe = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._down = CODECS[config.wire.down]
-        self._resume()
-
-    def _resume(self) -> None:
-        snapshot = load_snapshot(self.store.root)
-        if snapshot is None:
-            return
-        check_same_run(snapshot, self.config, self.store.root)
-        self.layout, self.fragments = snapshot.layout, snapshot.fragments
-        self.outers, self.ended = list(snapshot.outers), list(snapshot.rounds)
-        self.state = rounds.resume(
-            self.state, epoch=self.epoch_base, versions=[o.version for o in self.outers], ended=self.ended
-        )
-        self.totals.committed = sum(o.version for o in snapshot.outers)
-        log.info("taken up from a snapshot: versions %s", [o.version for o in self.outers])
+        if found.fresh:
+            store.record([run_row(config)])
+        else:
+            clean(store.root, found)
+            self._recall(found)
+            versions = [outer.version for outer in self.outers]
+            log.info("taken up from the ledger: versions %s, %d rounds to fold", versions, len(found.pending))
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -120,9 +120,12 @@ class Run:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        async with self._turn:
+            pass  # what is being made durable is known here as well
         if self.totals.unsaved and self.outers:
             await self.in_worker(self._save)
         self._worker.shutdown()
+        self._scribe.shutdown()
 
     async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -133,9 +136,36 @@ class Run:
             raise
 
     async def _tick(self) -> None:
+        trouble = ""
         while True:
-            await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
-            await self.take(rounds.Tick())
+            try:
+                await self._in_turn(self._catch_up)
+                await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
+                await self.take(rounds.Tick())
+                trouble = ""
+            except OSError as error:
+                if str(error) != trouble:
+                    log.error("nothing can be decided: %s", error)
+                trouble = str(error)
+                await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
+
+    async def _catch_up(self) -> None:
+        """Enters contributions whose last part is recorded while their acceptance could not be."""
+        for fragment in range(len(self.state.rounds)):
+            await self._accept_whole(fragment)
+
+    def _recall(self, found: Recovered) -> None:
+        """Publishes again how the last rounds ended that the snapshot holds, as far as their updates are kept."""
+        for fragment, ended in enumerate(self.ended[: len(self.state.rounds)]):
+            for round_ in range(max(0, ended - UPDATES_KEPT), ended):
+                end, version = found.ends[fragment, round_]
+                path = self.store.update_path(fragment, round_)
+                committed = isinstance(end, Committed)
+                if committed and not path.exists():
+                    continue
+                digest = int(found.digests.get((fragment, version), "0"), 16)
+                update = path if committed else None
+                self.outcomes[fragment, round_] = Outcome(committed, end.reason, version, digest, update)
 
     async def in_worker(self, work: Callable[[], T]) -> T:
         """Runs blocking work in the worker thread."""
@@ -144,15 +174,39 @@ class Run:
     # -- events and decisions ---------------------------------------------------------------------------------------
 
     async def take(self, event: rounds.Event) -> None:
-        """Takes one event and does what it decides. Raises what `rounds.step` raises, having changed nothing."""
-        self.state, decisions = rounds.step(self.state, event, self.clock())
-        for decision in decisions:
-            self._act(decision)
-        if decisions or not isinstance(event, rounds.Tick | rounds.Beat):
+        """Takes one event: finds the facts, makes them durable, and does what they ask.
+
+        Raises:
+            StaleEpoch, Malformed: as `rounds.step` does; nothing has changed.
+            OSError: the facts could not be made durable; nothing has changed.
+        """
+        await self._in_turn(lambda: self._take(event))
+
+    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Does work alone, and to its end also where the caller goes away: what is durable must be known here too."""
+
+        async def alone() -> T:
+            async with self._turn:
+                return await work()
+
+        return await asyncio.shield(asyncio.ensure_future(alone()))
+
+    async def _take(self, event: rounds.Event) -> None:
+        state, found = rounds.step(self.state, event, self.clock())
+        if found:
+            await self._record([facts.encode(fact) for fact in found])
+        self.state = state
+        for fact in found:
+            self._act(fact)
+        if found:
             async with self.changed:
                 self.changed.notify_all()
 
-    def _act(self, decision: rounds.Decision) -> None:
+    async def _record(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
+        """Makes rows of the ledger durable."""
+        await asyncio.get_running_loop().run_in_executor(self._scribe, self.store.record, rows)
+
+    def _act(self, decision: rounds.Fact) -> None:
         match decision:
             case Committed():
                 log.info(
@@ -197,14 +251,24 @@ class Run:
 
     async def _fold(self, decision: Committed) -> None:
         fragment, outer = self.fragments[decision.fragment], self.outers[decision.fragment]
-        inbound = self._inbox[decision.fragment, decision.round]
+        inbox, key = self._inbox, (decision.fragment, decision.round)
 
         def work() -> tuple[Outer, Path]:
-            parts = {i: [stored.part() for stored in inbound[i].parts.values()] for i in decision.shares}
+            parts = {island: [stored.part() for stored in inbox.parts(*key, island)] for island in decision.shares}
             new, update = fold(fragment, outer, parts, decision.shares, self.config.outer, self._down)
             return new, self.store.write_update(decision.fragment, decision.round, update)
 
         new, path = await self.in_worker(work)
+        known = self._digests.pop((decision.fragment, new.version), "")
+        if known and known != show(new.digest):
+            raise DigestMismatch(
+                f"fragment {decision.fragment} version {new.version} folds to {show(new.digest)}, and the ledger says "
+                f"{known}: a contribution in {self.store.root} is damaged",
+                fragment=decision.fragment,
+                version=new.version,
+            )
+        if not known:
+            await self._record([folded_row(*key, new)])
         self.outers[decision.fragment] = new
         self.totals.committed += 1
         self.totals.unsaved += 1
@@ -216,20 +280,19 @@ class Run:
         self.outcomes[decision.fragment, decision.round] = outcome
         self.ended[decision.fragment] = decision.round + 1
         self.outcomes.pop((decision.fragment, decision.round - UPDATES_KEPT), None)
-        for inbound in self._inbox.pop((decision.fragment, decision.round), {}).values():
-            inbound.discard()
 
-    def _save(self) -> None:
+    def _save(self, outers: Sequence[Outer] = (), ended: Sequence[int] = ()) -> None:
         assert self.layout is not None
-        self.totals.unsaved = 0
         snapshot = Snapshot(
             config=self.config,
             layout=self.layout,
             fragments=self.fragments,
-            outers=tuple(self.outers),
-            rounds=tuple(self.ended),
+            outers=tuple(outers or self.outers),
+            rounds=tuple(ended or self.ended),
         )
-        self.store.save(snapshot, self.config.snapshot.keep)
+        self.totals.unsaved = 0
+        for fragment, needed in enumerate(self.store.save(snapshot, self.config.snapshot.keep)):
+            self._inbox.forget(fragment, before=needed)
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
@@ -247,17 +310,22 @@ class Run:
                 f"this coordinator serves run '{self.config.run.id}' (model layout {mine}), and the island means to "
                 f"join run '{run_id}' (model layout {layout.digest[:16]}): check the address or island.run_id"
             )
+        return await self._in_turn(lambda: self._join(island, ranks, layout))
+
+    async def _join(self, island: str, ranks: int, layout: Layout) -> int:
         if self.layout is None:
-            self.fragments = partition(layout, self.config.sync)
-            self.layout = layout
+            fragments = partition(layout, self.config.sync)
+            await self._record([layout_row(layout)])
+            self.fragments, self.layout = fragments, layout
             log.info("model layout %s from island %s: %d elements", layout.digest[:16], island, layout.numel)
         elif layout.digest != self.layout.digest:
             raise RunMismatch(
                 f"run '{self.config.run.id}' trains a model with layout {self.layout.digest[:16]}, and island "
                 f"'{island}' has layout {layout.digest[:16]}: {self.layout.difference(layout)}"
             )
+        self.progress.setdefault(island, Progress(ranks=ranks))
+        await self._take(rounds.Joined(island=island))
         self.progress[island] = Progress(ranks=ranks)
-        await self.take(rounds.Joined(island=island))
         return self.state.members[island].epoch
 
     def lease(self, run_id: str, island: str, epoch: int) -> None:
@@ -289,13 +357,25 @@ class Run:
         duplicate = await self.in_worker(lambda: bed.add(fragment, rank, part, digest))
         anchors = bed.harvest() if bed is self._seedbed else []
         if anchors:
-            pairs = list(zip(self.fragments, anchors, strict=True))
-            self.outers = await self.in_worker(lambda: [Outer.first(f, a) for f, a in pairs])
-            self.ended = [0] * len(self.fragments)
-            self.totals.unsaved = 1
-            await self.in_worker(self._save)
-            await self.take(rounds.Seeded())
+            await self._in_turn(lambda: self._plant(anchors))
         return duplicate
+
+    async def _plant(self, anchors: list[Tensor]) -> None:
+        """Makes the first parameters durable, then shows them."""
+        pairs = list(zip(self.fragments, anchors, strict=True))
+
+        def work() -> list[Outer]:
+            outers = [Outer.first(fragment, anchor) for fragment, anchor in pairs]
+            self._save(outers, [0] * len(outers))
+            return outers
+
+        try:
+            outers = await self.in_worker(work)
+            await self._take(rounds.Seeded())
+        except OSError:
+            self._seedbed = None
+            raise
+        self.outers, self.ended = outers, [0] * len(outers)
 
     def expected(self, fragment: int, round_: int, base_version: int) -> str:
         """Checks the key of a contribution: "" where it can count, else why it would be dropped.
@@ -320,35 +400,50 @@ class Run:
         Returns:
             (whether it was known already, why it is dropped or "").
         """
-        contributed = rounds.Contributed(
-            fragment=fragment, round=round_, entry=rounds.Entry(island=island, epoch=epoch, tokens=tokens)
-        )
-        try:
-            rounds.member_of(self.state, island, epoch)
-            late = rounds.lateness(self.state, fragment, round_)
-            if late:
-                await self.take(contributed)
-                return False, late
-            refused = self.state.rounds[fragment].refused
-            if island in refused:
-                return False, refused[island]
-            islands = self._inbox.setdefault((fragment, round_), {})
-            known = islands.get(island)
-            if known and known.epoch != epoch and known.coverage.whole:
-                return False, f"{island} has already contributed to round {round_} under epoch {known.epoch}"
-            same = known if known and known.epoch == epoch else None
-            inbound = same or Inbound(epoch=epoch, coverage=Coverage(self.fragments[fragment]))
-            duplicate = inbound.add(rank, stored)
-            if known and known is not inbound:
-                known.discard()
-            islands[island] = inbound
-            if inbound.coverage.whole and not duplicate:
-                await self.take(contributed)
-            return duplicate, ""
-        finally:
-            kept = self._inbox.get((fragment, round_), {}).get(island)
-            if kept is None or not kept.holds(stored.path):
-                stored.path.unlink(missing_ok=True)
+
+        async def work() -> tuple[bool, str]:
+            try:
+                return await self._contribute(island, epoch, rank, fragment, round_, stored, tokens)
+            finally:
+                if not self._inbox.holds(stored.path):
+                    stored.path.unlink(missing_ok=True)
+
+        return await self._in_turn(work)
+
+    def knows(self, island: str, epoch: int, rank: int, fragment: int, round_: int) -> bool:
+        """Whether a rank's part of a contribution to an ended round has come in time."""
+        return self._inbox.knows(fragment, round_, island, epoch, rank)
+
+    async def _contribute(
+        self, island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int
+    ) -> tuple[bool, str]:
+        rounds.member_of(self.state, island, epoch)
+        late = rounds.lateness(self.state, fragment, round_)
+        if late:
+            await self._take(_contributed(fragment, round_, island, epoch, tokens))
+            return False, late
+        refused = self.state.rounds[fragment].refused
+        if island in refused:
+            return False, refused[island]
+        inbound = self._inbox.inbound(self.fragments[fragment], round_, island, epoch)
+        if inbound is None:
+            return False, f"{island} has already contributed to round {round_} under another epoch"
+        duplicate = inbound.check(rank, stored)
+        if not duplicate:
+            await self._record([part_row(island, epoch, rank, fragment, round_, stored, tokens)])
+            inbound.add(rank, stored)
+            inbound.tokens = tokens
+        await self._accept_whole(fragment)
+        return duplicate, ""
+
+    async def _accept_whole(self, fragment: int) -> None:
+        """Enters complete contributions into a fragment's open round, unless they are in it."""
+        round_ = self.state.rounds[fragment].round
+        for island, inbound in list(self._inbox.whole(fragment, round_)):
+            member, current = self.state.members[island], self.state.rounds[fragment]
+            held = member.present and member.epoch == inbound.epoch
+            if held and current.round == round_ and island not in current.entries:
+                await self._take(_contributed(fragment, round_, island, inbound.epoch, inbound.tokens))
 
     async def check(self, island: str, epoch: int, fragment: int, round_: int, part: Part) -> str:
         """Looks at a part's values; returns why its contribution cannot be used, or ""."""
@@ -384,3 +479,8 @@ class Run:
         if not 0 <= fragment < len(self.outers):
             raise Malformed(f"fragment {fragment} has no anchor: the run has {len(self.outers)} seeded fragments")
         return self.outers[fragment]
+
+
+def _contributed(fragment: int, round_: int, island: str, epoch: int, tokens: int) -> rounds.Contributed:
+    entry = rounds.Entry(island=island, epoch=epoch, tokens=tokens)
+    return rounds.Contributed(fragment=fragment, round=round_, entry=entry)

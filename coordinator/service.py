@@ -218,6 +218,8 @@ class Service:
         if not header.seed:
             dropped = run.expected(header.fragment, header.round, header.base_version)
             if dropped:
+                if run.knows(header.island_id, header.epoch, header.rank, header.fragment, header.round):
+                    return pb.Receipt(duplicate=True)  # the receipt was lost on its way
                 await run.take(self._late(header))
                 return pb.Receipt(dropped=dropped)
         spool = Spool(run.store.inbox_path(f"{xxhash.xxh3_64_hexdigest(header.SerializeToString())}.partial"))

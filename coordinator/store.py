@@ -2,7 +2,7 @@
 
 lock                     held while a coordinator uses the folder
 address                  where the coordinator listens, or last did
-incarnation              how often a coordinator has started here
+ledger.sqlite            every fact of the run, in order; events.jsonl is the same for people to follow
 inbox/                   parts of contributions of open rounds
 updates/                 payloads of the last updates
 fragments/               outer state of one fragment at one version (safetensors)
@@ -14,7 +14,9 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +29,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coordinator.fold import Outer, digest_of
+from coordinator.ledger import Ledger
 from diloco.config import RunConfig, load_run
 from diloco.digest import show
-from diloco.errors import CodecError, DigestMismatch, EnvironmentFault, InputError, RunMismatch
+from diloco.errors import CodecError, DigestMismatch, DilocoError, EnvironmentFault, InputError, RunMismatch
 from diloco.fragments import Fragment, partition
 from diloco.framing import unchunk
 from diloco.layout import Layout, TensorSpec
 from diloco.settings import to_toml
 
+log = logging.getLogger("diloco.coordinator")
 FORMAT = 1
 UPDATES_KEPT = 8
 
@@ -80,19 +84,38 @@ class Store:
             raise EnvironmentFault(
                 f"the state folder {root} is in use by another coordinator: stop it or name another --state"
             ) from None
-        for stale in (root / "inbox").iterdir():
+        for stale in root.glob("*/*.partial"):
             stale.unlink()
+        try:
+            self.ledger = Ledger(root / "ledger.sqlite")
+        except DilocoError:
+            self._lock.close()
+            raise
 
     def close(self) -> None:
         """Gives the folder back."""
+        self.ledger.close()
         self._lock.close()
 
-    def next_incarnation(self) -> int:
-        """Counts this start of a coordinator; durable on return."""
-        path = self.root / "incarnation"
-        value = int(path.read_text()) + 1 if path.exists() else 1
-        write_atomic(path, str(value).encode())
-        return value
+    # -- facts ----------------------------------------------------------------------------------------------------
+
+    def record(self, rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        """Makes rows of the ledger durable, and shows them to people in `events.jsonl`.
+
+        Raises:
+            OSError: the disk is full or failed; none of the rows is written.
+        """
+        at = time.time()
+        last = self.ledger.append(rows, at)
+        lines = (
+            json.dumps({"seq": seq, "at": at, "kind": kind, **body}) + "\n"
+            for seq, (kind, body) in enumerate(rows, last - len(rows) + 1)
+        )
+        try:
+            with (self.root / "events.jsonl").open("a", encoding="utf-8") as events:
+                events.writelines(lines)
+        except OSError as error:  # the rows are in the ledger; this is for people only
+            log.warning("events.jsonl cannot be written: %s", error)
 
     # -- contributions and updates --------------------------------------------------------------------------------
 
@@ -113,8 +136,12 @@ class Store:
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
-    def save(self, snapshot: Snapshot, keep: int) -> None:
-        """Writes a snapshot: fragment files that are not there yet, then the manifest; then removes old ones."""
+    def save(self, snapshot: Snapshot, keep: int) -> tuple[int, ...]:
+        """Writes a snapshot: fragment files that are not there yet, then the manifest; then removes old ones.
+
+        Returns:
+            Rounds ended of each fragment in the oldest snapshot kept: what came before it is no longer needed.
+        """
         files = []
         for fragment, outer in zip(snapshot.fragments, snapshot.outers, strict=True):
             name = f"f{fragment.index:04d}-v{outer.version:08d}-{show(outer.digest)}.safetensors"
@@ -141,19 +168,19 @@ class Store:
         }
         text = json.dumps(manifest, indent=1).encode()
         write_atomic(self.root / f"manifest-{number:08d}.json", text)
-        self._prune([*manifests, self.root / f"manifest-{number:08d}.json"], keep)
-
-    def _prune(self, manifests: Sequence[Path], keep: int) -> None:
+        manifests.append(self.root / f"manifest-{number:08d}.json")
         for old in manifests[:-keep]:
             old.unlink()
-        kept = {row["file"] for path in manifests[-keep:] for row in json.loads(path.read_text())["fragments"]}
+        kept = [json.loads(path.read_text())["fragments"] for path in manifests[-keep:]]
+        names = {row["file"] for rows in kept for row in rows}
         for path in (self.root / "fragments").iterdir():
-            if path.name not in kept:
+            if path.name not in names:
                 path.unlink()
+        return tuple(int(row["round"]) for row in kept[0])
 
 
-def load_snapshot(root: Path) -> Snapshot | None:
-    """The newest complete snapshot in a state folder; none where there is none yet.
+def load_snapshot(root: Path, *, oldest: bool = False) -> Snapshot | None:
+    """The newest (or oldest) complete snapshot in a state folder; none where there is none yet.
 
     Raises:
         InputError: no such folder, a manifest of a newer format, or a file that is missing.
@@ -164,12 +191,11 @@ def load_snapshot(root: Path) -> Snapshot | None:
     manifests = sorted(root.glob("manifest-*.json"))
     if not manifests:
         return None
-    manifest: dict[str, Any] = json.loads(manifests[-1].read_text())
+    path = manifests[0 if oldest else -1]
+    manifest: dict[str, Any] = json.loads(path.read_text())
     if manifest["format"] > FORMAT:
-        raise InputError(
-            f"{manifests[-1]} has format {manifest['format']}, newer than {FORMAT}, the newest this version reads"
-        )
-    config = load_run(manifest["config_toml"], str(manifests[-1])).value
+        raise InputError(f"{path} has format {manifest['format']}, newer than {FORMAT}, the newest this version reads")
+    config = load_run(manifest["config_toml"], str(path)).value
     layout = Layout(TensorSpec(name, tuple(shape), kind) for name, shape, kind in manifest["layout"])
     fragments = partition(layout, config.sync)
     outers = tuple(
@@ -208,9 +234,8 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     return checksum.hexdigest()
 
 
-def check_same_run(snapshot: Snapshot, config: RunConfig, root: Path) -> None:
+def check_same_run(old: RunConfig, config: RunConfig, root: Path) -> None:
     """Raises `RunMismatch` where a state folder belongs to another run or other settings than `config`."""
-    old = snapshot.config
     if old.run.id != config.run.id:
         raise RunMismatch(
             f"{root} holds run '{old.run.id}' (settings {old.digest[:12]}), not '{config.run.id}' "

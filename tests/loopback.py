@@ -80,8 +80,8 @@ class Loopback:
             replica.mix(fragment)
             assert combine(replica.digest_parts(fragment)[0]) == self.outers[fragment].digest
 
-    def _take(self, events: object) -> list[rounds.Decision]:
-        out: list[rounds.Decision] = []
+    def _take(self, events: object) -> list[rounds.Fact]:
+        out: list[rounds.Fact] = []
         for event in events:  # type: ignore[attr-defined]
             self.state, decisions = rounds.step(self.state, event, self.now)
             out += decisions

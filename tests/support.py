@@ -21,7 +21,21 @@ from torch import Tensor
 from coordinator import rounds
 from coordinator.cli import listen_on
 from coordinator.fold import Part
-from coordinator.rounds import Beat, Contributed, Decision, Entry, Event, Joined, Leaving, Phase, Seeded, Spoiled, Tick
+from coordinator.rounds import (
+    Accepted,
+    Beat,
+    Contributed,
+    Entry,
+    Event,
+    Fact,
+    Joined,
+    Leaving,
+    Phase,
+    Planted,
+    Seeded,
+    Spoiled,
+    Tick,
+)
 from coordinator.run import Run
 from coordinator.store import Store
 from diloco.codec import CODECS, Codec
@@ -86,6 +100,10 @@ class Play:
         )
         self.state = rounds.start(config.rounds, config.merge.weights, Schedule.of(config))
         self.clock = Clock(100.0)
+        self.facts: list[Fact] = []
+        """All facts that followed from the last event."""
+        self.history: list[Fact] = []
+        """All facts since the start."""
         if islands:
             for island in islands:
                 self.join(island)
@@ -94,34 +112,36 @@ class Play:
                 self.beat(island)
             assert self.state.phase is Phase.RUNNING
 
-    def take(self, event: Event) -> list[Decision]:
-        self.state, decisions = rounds.step(self.state, event, self.clock())
-        return decisions
+    def take(self, event: Event) -> list[Fact]:
+        """Takes an event; returns the facts other than that it was accepted."""
+        self.state, self.facts = rounds.step(self.state, event, self.clock())
+        self.history += self.facts
+        return [fact for fact in self.facts if not isinstance(fact, Accepted | Planted)]
 
     def epoch(self, island: str) -> int:
         return self.state.members[island].epoch
 
-    def join(self, island: str) -> list[Decision]:
+    def join(self, island: str) -> list[Fact]:
         return self.take(Joined(island=island))
 
-    def beat(self, island: str, ready: bool = True) -> list[Decision]:
+    def beat(self, island: str, ready: bool = True) -> list[Fact]:
         return self.take(Beat(island=island, epoch=self.epoch(island), ready=ready))
 
-    def leave(self, island: str) -> list[Decision]:
+    def leave(self, island: str) -> list[Fact]:
         return self.take(Leaving(island=island, epoch=self.epoch(island), reason="done here"))
 
-    def give(self, island: str, tokens: int = 100, fragment: int = 0, round_: int | None = None) -> list[Decision]:
+    def give(self, island: str, tokens: int = 100, fragment: int = 0, round_: int | None = None) -> list[Fact]:
         """The island contributes, to the open round if no other is named."""
         number = self.state.rounds[fragment].round if round_ is None else round_
         entry = Entry(island=island, epoch=self.epoch(island), tokens=tokens)
         return self.take(Contributed(fragment=fragment, round=number, entry=entry))
 
-    def spoil(self, island: str, fragment: int = 0, round_: int | None = None) -> list[Decision]:
+    def spoil(self, island: str, fragment: int = 0, round_: int | None = None) -> list[Fact]:
         number = self.state.rounds[fragment].round if round_ is None else round_
         epoch = self.epoch(island)
         return self.take(Spoiled(fragment=fragment, round=number, island=island, epoch=epoch, reason="not finite"))
 
-    def tick(self, seconds: float) -> list[Decision]:
+    def tick(self, seconds: float) -> list[Fact]:
         self.clock.now += seconds
         return self.take(Tick())
 
@@ -221,9 +241,14 @@ class Serving:
 
 @contextmanager
 def serving(
-    config: RunConfig, folder: Path, *, listen: str = "127.0.0.1:0", clock: Callable[[], float] = time.monotonic
+    config: RunConfig,
+    folder: Path,
+    *,
+    listen: str = "127.0.0.1:0",
+    clock: Callable[[], float] = time.monotonic,
+    killed: bool = False,
 ) -> Iterator[Serving]:
-    """A coordinator over a state folder, until the end of the block; then it stops as on SIGTERM.
+    """A coordinator over a state folder, until the end of the block; then it stops as on SIGTERM, or as if `killed`.
 
     Raises:
         DilocoError: what made the run fail meanwhile.
@@ -241,6 +266,9 @@ def serving(
 
         async def end() -> None:
             await server.stop(grace=None)
+            if killed:
+                await _drop(run)
+                return
             await run.finish()
             if run.failed.done():
                 run.failed.result()
@@ -251,6 +279,18 @@ def serving(
             _on_loop(end())
     finally:
         store.close()
+
+
+async def _drop(run: Run) -> None:
+    """Ends a run's threads and tasks, and nothing more: what it has not made durable is gone."""
+    for task in run._tasks:
+        task.cancel()
+    await asyncio.gather(*run._tasks, return_exceptions=True)
+    async with run._turn:
+        run._worker.shutdown()
+        run._scribe.shutdown()
+    if run.failed.done():
+        run.failed.exception()
 
 
 @cache
@@ -355,10 +395,10 @@ def visit(address: str, island: str, layout: Layout = MODEL) -> Iterator[Visitor
 class Rig:
     """A coordinator under a clock that the test turns, and islands that visit it; until the stack is closed."""
 
-    def __init__(self, config: RunConfig, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, config: RunConfig, folder: Path, stack: ExitStack, *, killed: bool = False) -> None:
         self.clock = Clock(1000.0)
         self._stack = stack
-        self.served = stack.enter_context(serving(config, folder, clock=self.clock))
+        self.served = stack.enter_context(serving(config, folder, clock=self.clock, killed=killed))
         self.address, self.run = self.served.address, self.served.run
 
     def visitor(self, island: str, layout: Layout = MODEL) -> Visitor:
@@ -379,6 +419,12 @@ class Rig:
         phases = [visitor.beat(ready=True).phase for visitor in visitors]
         assert phases[-1] == "running"
         return visitors
+
+    def known(self, island: str, epoch: int) -> Visitor:
+        """An island that has joined an earlier coordinator of the run."""
+        visitor = self.visitor(island)
+        visitor.identity.run_id, visitor.identity.epoch = self.run.config.run.id, epoch
+        return visitor
 
     def tick(self, seconds: float) -> None:
         """Lets time pass."""

@@ -8,6 +8,7 @@ import pytest
 
 from coordinator import rounds
 from coordinator.rounds import (
+    Accepted,
     Admitted,
     Beat,
     Committed,
@@ -19,6 +20,7 @@ from coordinator.rounds import (
     Leaving,
     Moved,
     Phase,
+    Planted,
     Seeded,
     Skipped,
     Spoiled,
@@ -44,10 +46,11 @@ def test_a_run_starts_when_enough_islands_have_loaded_the_first_parameters() -> 
     assert play.state.seeder == "b"
     assert play.beat("b") == []
     assert play.take(Seeded()) == []
+    assert play.facts == [Planted()]
     assert play.state.seeder == ""
     assert rounds.phase_reason(play.state) == "1 of 2 islands are ready"
     assert play.beat("a", ready=False) == []
-    assert play.beat("a") == [Moved(phase=Phase.RUNNING, reason="2 islands are ready")]
+    assert play.beat("a") == [Moved(phase=Phase.RUNNING, reason="2 islands are ready", active=("a", "b"))]
     assert rounds.phase_reason(play.state) == ""
     assert {m.standing for m in play.state.members.values()} == {Standing.ACTIVE}
 
@@ -59,7 +62,7 @@ def test_being_ready_lasts_through_beats_that_do_not_say_so() -> None:
     play.beat("a")
     play.beat("a", ready=False)
     play.join("b")
-    assert play.beat("b") == [Moved(phase=Phase.RUNNING, reason="2 islands are ready")]
+    assert play.beat("b") == [Moved(phase=Phase.RUNNING, reason="2 islands are ready", active=("a", "b"))]
 
 
 @pytest.mark.parametrize("way", ["leaves", "is lost", "comes back"])
@@ -90,7 +93,7 @@ def test_an_island_that_is_gone_does_not_count_as_ready() -> None:
     assert rounds.phase_reason(play.state) == "1 of 2 islands are ready"
     play.join("a")
     assert play.state.phase is Phase.GATHERING
-    assert play.beat("a") == [Moved(phase=Phase.RUNNING, reason="2 islands are ready")]
+    assert play.beat("a") == [Moved(phase=Phase.RUNNING, reason="2 islands are ready", active=("a", "b"))]
 
 
 # -- how rounds end -------------------------------------------------------------------------------------------------
@@ -99,10 +102,13 @@ def test_an_island_that_is_gone_does_not_count_as_ready() -> None:
 def test_a_round_ends_when_all_active_islands_have_contributed() -> None:
     play = Play("rounds.quorum=1", islands="abc")
     assert play.give("c", 300) == []
+    assert play.facts == [Accepted(fragment=0, round=0, entry=Entry(island="c", epoch=3, tokens=300))]
     assert play.give("a", 100) == []
     assert play.give("b", 100) == [
         committed({"a": 0.2, "b": 0.2, "c": 0.6}, "all 3 active islands have contributed"),
     ]
+    assert play.facts[0] == Accepted(fragment=0, round=0, entry=Entry(island="b", epoch=2, tokens=100))
+    assert len(play.facts) == 2
     assert (play.state.rounds[0].version, play.state.rounds[0].round) == (1, 1)
     assert {m.contributions for m in play.state.members.values()} == {1}
 
@@ -329,7 +335,7 @@ def test_a_late_contribution_is_dropped_and_recorded() -> None:
 
 def test_a_refused_contribution_does_not_block_a_round() -> None:
     play = Play("rounds.quorum=1", islands="abc")
-    assert play.spoil("b") == [Dropped(fragment=0, round=0, island="b", reason="not finite")]
+    assert play.spoil("b") == [Dropped(fragment=0, round=0, island="b", reason="not finite", spoiled=True)]
     assert rounds.missing_islands(play.state, 0) == ["a", "c"]
     play.give("a")
     [verdict] = play.give("c")
@@ -342,7 +348,7 @@ def test_a_round_of_refused_contributions_is_skipped() -> None:
     play = Play("rounds.quorum=1", islands="ab")
     play.spoil("b")
     assert play.spoil("a") == [
-        Dropped(fragment=0, round=0, island="a", reason="not finite"),
+        Dropped(fragment=0, round=0, island="a", reason="not finite", spoiled=True),
         Skipped(fragment=0, round=0, reason="a: not finite; b: not finite"),
     ]
     assert (play.state.rounds[0].version, play.state.rounds[0].round) == (0, 1)
@@ -367,7 +373,7 @@ def test_a_part_spoiled_after_the_whole_contribution_came_takes_nothing_away() -
     play = Play("rounds.quorum=2", islands="abc")
     play.give("a")
     play.join("a")
-    assert [type(d) for d in play.spoil("a")] == [Dropped]
+    assert play.spoil("a") == [Dropped(fragment=0, round=0, island="a", reason="not finite", spoiled=False)]
     play.leave("c")
     [verdict] = play.give("b")
     assert isinstance(verdict, Committed)
@@ -438,19 +444,32 @@ def test_there_is_no_round_after_a_fragments_last(which: int) -> None:
     assert [type(d) for d in play.give("a", round_=2)] == [Dropped]
 
 
-def test_a_run_that_is_taken_up_stands_where_its_snapshot_left_it() -> None:
-    empty = Play("rounds.quorum=1").state
-    state = rounds.resume(empty, epoch=7 << 32, versions=[2, 1, 0], ended=[2, 2, 0])
-    assert [(r.version, r.round) for r in state.rounds] == [(2, 2), (1, 2)]
-    play = Play("rounds.quorum=1")
-    play.state = state
-    assert play.join("a") == [Admitted(island="a", epoch=(7 << 32) + 1, reason="new")]
-    assert play.state.seeder == ""
-    assert play.beat("a") == [Moved(phase=Phase.RUNNING, reason="1 islands are ready")]
-    [verdict] = play.give("a", fragment=1)
-    assert isinstance(verdict, Committed)
-    assert (verdict.round, verdict.version) == (2, 2)
-    assert rounds.resume(empty, epoch=5).seeded is False
+def test_a_run_that_is_taken_up_gives_full_leases_and_deadlines_and_forgets_nothing() -> None:
+    play = Play("rounds.quorum=2", "rounds.lease_s=30.0", islands="abc")
+    play.give("a", fragment=0)
+    play.give("a", fragment=1), play.give("b", fragment=1)
+    before = play.state
+    play.clock.now = 5.0  # another machine's clock
+    play.state = rounds.revive(before, play.clock())
+    assert {m.lease_until for m in play.state.members.values()} == {35.0}
+    assert [(r.opened_at, r.quorum_at) for r in play.state.rounds] == [(5.0, None), (5.0, 5.0)]
+    assert [r.entries for r in play.state.rounds] == [r.entries for r in before.rounds]
+    play.clock.now += 10
+    for island in "abc":
+        play.beat(island)
+    assert play.state.rounds[0].round == 0
+    assert (play.state.rounds[1].round, play.state.rounds[1].version) == (1, 1)
+    assert play.give("b") == []
+    assert [type(d) for d in play.give("c")] == [Committed]
+    assert play.join("d") == [Admitted(island="d", epoch=4, reason="new")]
+
+
+def test_epochs_begin_above_the_one_that_is_named() -> None:
+    config = Play().state.config
+    state = rounds.start(config, Play().state.weights, Play().state.schedule, epoch=7)
+    state, facts = rounds.step(state, rounds.Joined(island="a"), 0.0)
+    assert facts == [Admitted(island="a", epoch=8, reason="new")]
+    assert state.last_epoch == 8
 
 
 # -- words ----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from coordinator.rounds import (
     Beat,
     Committed,
     Contributed,
-    Decision,
     Entry,
     Event,
+    Fact,
     Joined,
     Leaving,
     Seeded,
@@ -84,7 +84,7 @@ def event_of(state: State, move: tuple[Any, ...]) -> Event:
     return events[kind]
 
 
-def check_step(before: State, after: State, decisions: Sequence[Decision], now: float) -> None:
+def check_step(before: State, after: State, decisions: Sequence[Fact], now: float) -> None:
     """What holds between a state, the next one and the decisions between them, whatever the event was."""
     for fragment, (old, new) in enumerate(zip(before.rounds, after.rounds, strict=True)):
         ends = [d for d in decisions if isinstance(d, Committed | Skipped) and d.fragment == fragment]

@@ -245,7 +245,7 @@ ALL = [box(t, (0,) * len(s.shape), s.shape) for t, s in zip(FRAGMENT.tensors, FR
         ({"run_id": "other"}, RunMismatch, "serves run 'test', not 'other'"),
         ({"run_id": ""}, RunMismatch, "serves run 'test', not ''"),
         ({"island_id": "z"}, StaleEpoch, "island 'z' has not joined this coordinator"),
-        ({"epoch": 1}, StaleEpoch, "holds no lease under epoch 1"),
+        ({"epoch": 3}, StaleEpoch, "holds no lease under epoch 3"),
         ({"epoch": 2**64 - 1}, StaleEpoch, "holds no lease under epoch"),
         ({"fragment": 2}, Malformed, "there is no fragment 2 to push; the run has 2"),
         ({"fragment": 2**32 - 1}, Malformed, "there is no fragment 4294967295 to push"),
@@ -437,7 +437,7 @@ def test_a_full_disk_is_said_to_the_caller_and_the_run_goes_on(at: Rig, monkeypa
     ("fields", "kind", "words"),
     [
         ({"run_id": "other"}, RunMismatch, "serves run 'test', not 'other'"),
-        ({"epoch": 1}, StaleEpoch, "holds no lease under epoch 1"),
+        ({"epoch": 3}, StaleEpoch, "holds no lease under epoch 3"),
         ({"fragment": 2}, Malformed, "fragment 2 has no rounds; there are 2 fragments"),
         ({"fragment": 3, "anchor": True}, Malformed, "fragment 3 has no anchor: the run has 3 seeded fragments"),
         ({"fragment": 2**32 - 1}, Malformed, "has no rounds"),

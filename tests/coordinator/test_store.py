@@ -230,13 +230,13 @@ def test_a_newer_format_is_refused(state: Store) -> None:
 
 def test_a_folder_belongs_to_one_run_with_one_set_of_settings(tmp_path: Path) -> None:
     saved = snapshot()
-    check_same_run(saved, configure('wire.down="bf16"'), tmp_path)
+    check_same_run(saved.config, configure('wire.down="bf16"'), tmp_path)
     for other, words in (
         (configure(run_id="other"), "holds run 'test' .* not 'other'"),
         (configure("outer.lr=0.5"), "was written with settings .* a run keeps its settings"),
     ):
         with pytest.raises(RunMismatch, match=words) as caught:
-            check_same_run(saved, other, tmp_path)
+            check_same_run(saved.config, other, tmp_path)
         assert saved.config.digest[:12] in caught.value.message
         assert other.digest[:12] in caught.value.message
         assert saved.config.digest[:12] != other.digest[:12]
@@ -269,22 +269,35 @@ def test_a_folder_that_cannot_be_written_is_an_environment_fault(tmp_path: Path)
         Store(tmp_path / "file" / "state")
 
 
-def test_every_start_counts(tmp_path: Path) -> None:
-    seen = []
-    for _ in range(3):
+def test_what_is_recorded_is_in_the_ledger_and_for_people_in_a_file(tmp_path: Path) -> None:
+    for start in range(2):
         opened = Store(tmp_path)
-        seen.append(opened.next_incarnation())
+        opened.record([("a", {"n": start}), ("b", {"n": start})])
+        rows = list(opened.ledger.read())
         opened.close()
-    assert seen == [1, 2, 3]
+    assert [(row.seq, row.kind, row.body) for row in rows] == [
+        (1, "a", {"n": 0}),
+        (2, "b", {"n": 0}),
+        (3, "a", {"n": 1}),
+        (4, "b", {"n": 1}),
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert lines == [{"seq": row.seq, "at": row.at, "kind": row.kind, **row.body} for row in rows]
 
 
-def test_what_had_not_become_a_round_is_forgotten_at_a_start(tmp_path: Path) -> None:
+def test_a_line_for_people_that_cannot_be_written_undoes_nothing(state: Store) -> None:
+    (state.root / "events.jsonl").mkdir()
+    state.record([("a", {})])
+    assert [row.kind for row in state.ledger.read()] == ["a"]
+
+
+def test_half_received_parts_are_forgotten_at_a_start(tmp_path: Path) -> None:
     opened = Store(tmp_path)
     opened.inbox_path("half.partial").write_bytes(b"half")
     opened.inbox_path("whole").write_bytes(b"whole")
     opened.close()
     Store(tmp_path).close()
-    assert not names(tmp_path / "inbox")
+    assert names(tmp_path / "inbox") == ["whole"]
 
 
 # -- updates and payloads -------------------------------------------------------------------------------------------

@@ -1,0 +1,234 @@
+"""Where a run stands, found from its ledger: the facts, the snapshot, and the contributions that are still to fold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from coordinator import facts, rounds
+from coordinator.fold import Outer, Part, fold
+from coordinator.inbox import Inbox, Stored
+from coordinator.ledger import Ledger, Row
+from coordinator.store import check_same_run, load_snapshot
+from diloco.codec import CODECS, by_id
+from diloco.config import RunConfig, load_run
+from diloco.digest import show
+from diloco.errors import DigestMismatch, InputError, Malformed
+from diloco.fragments import Fragment, partition
+from diloco.layout import Box, Layout, Piece, TensorSpec
+from diloco.schedule import Schedule
+from diloco.settings import to_toml
+
+log = logging.getLogger("diloco.coordinator")
+
+
+# -- rows that are not facts of `rounds` ----------------------------------------------------------------------------
+
+
+def run_row(config: RunConfig) -> tuple[str, dict[str, Any]]:
+    """The first row of a ledger: the run's settings."""
+    return "run", {"config_toml": to_toml(config), "config_digest": config.digest}
+
+
+def layout_row(layout: Layout) -> tuple[str, dict[str, Any]]:
+    """The model's layout, as the first island brought it."""
+    return "layout", {"tensors": [[s.name, list(s.shape), s.kind] for s in layout.tensors]}
+
+
+def part_row(
+    island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int
+) -> tuple[str, dict[str, Any]]:
+    """One rank's part of a contribution, which is durable under `stored.path`."""
+    return "part", {
+        "island": island,
+        "epoch": epoch,
+        "rank": rank,
+        "fragment": fragment,
+        "round": round_,
+        "tokens": tokens,
+        "file": stored.path.name,
+        "digest": stored.digest,
+        "codec": [stored.codec.id, stored.codec.version],
+        "pieces": [[p.tensor, list(p.box.offset), list(p.box.size)] for p in stored.pieces],
+    }
+
+
+def folded_row(fragment: int, round_: int, outer: Outer) -> tuple[str, dict[str, Any]]:
+    """What a committed round came to."""
+    return "folded", {"fragment": fragment, "round": round_, "version": outer.version, "digest": show(outer.digest)}
+
+
+# -- recovery -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Recovered:
+    """What the ledger and the newest snapshot say together."""
+
+    state: rounds.State
+    layout: Layout | None = None
+    fragments: tuple[Fragment, ...] = ()
+    outers: list[Outer] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    inbox: Inbox = field(default_factory=Inbox)
+    pending: list[rounds.Committed | rounds.Skipped] = field(default_factory=list)
+    """Rounds that have ended and that the snapshot does not hold, in their order."""
+    digests: dict[tuple[int, int], str] = field(default_factory=dict)
+    """(fragment, version) -> digest, for every round that was folded."""
+    ends: dict[tuple[int, int], tuple[rounds.Committed | rounds.Skipped, int]] = field(default_factory=dict)
+    """(fragment, round) -> how it ended, and at which version, for every round that has ended."""
+    fresh: bool = True
+    """Whether the ledger was empty."""
+
+    def over(self, outers: Sequence[Outer], ended: Sequence[int]) -> Recovered:
+        """Lays the ledger over a snapshot: its outer state, and the rounds of each fragment that it holds."""
+        self.outers, self.ended = list(outers), list(ended)
+        self.pending = [end for end in self.pending if end.round >= ended[end.fragment]]
+        return self
+
+
+Locate = Callable[[dict[str, Any]], Stored]
+"""Finds the stored bytes that a `part` row speaks of."""
+
+
+def recover(ledger: Ledger, config: RunConfig, root: Path, *, oldest: bool = False) -> Recovered:
+    """Replays a ledger over a snapshot.
+
+    Args:
+        ledger: the facts.
+        config: the settings that the coordinator is started with.
+        root: the state folder.
+        oldest: start from the oldest snapshot kept rather than from the newest.
+
+    Raises:
+        RunMismatch: the folder belongs to another run, or to other settings.
+        InputError, DigestMismatch: damaged files.
+    """
+    found = replay(ledger.read(), config, root, lambda body: _stored(body, root))
+    if found.fresh and any(root.glob("manifest-*.json")):
+        raise InputError(f"{root} has snapshots but no ledger: restore ledger.sqlite or name another --state")
+    if not found.state.seeded:
+        return found
+    snapshot = load_snapshot(root, oldest=oldest)
+    if snapshot is None:
+        raise InputError(f"the ledger in {root} speaks of first parameters, but there is no snapshot")
+    return found.over(snapshot.outers, snapshot.rounds)
+
+
+def replay(rows: Iterable[Row], config: RunConfig, root: Path, locate: Locate) -> Recovered:
+    """Folds the rows of a ledger; the outer state is still missing (`Recovered.over`)."""
+    found = Recovered(state=rounds.start(config.rounds, config.merge.weights, Schedule.of(config)))
+    for row in rows:
+        found.fresh = False
+        try:
+            _replay(found, row, config, root, locate)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise InputError(f"fact {row.seq} of the ledger in {root} is damaged: {error!r}") from error
+    return found
+
+
+def _replay(found: Recovered, row: Row, config: RunConfig, root: Path, locate: Locate) -> None:
+    body = row.body
+    match row.kind:
+        case "run":
+            check_same_run(load_run(body["config_toml"], f"the ledger in {root}").value, config, root)
+        case "layout":
+            found.layout = Layout(TensorSpec(n, tuple(shape), kind) for n, shape, kind in body["tensors"])
+            found.fragments = partition(found.layout, config.sync)
+        case "part":
+            _replay_part(found, body, locate(body))
+        case "folded":
+            found.digests[body["fragment"], body["version"]] = body["digest"]
+        case kind if facts.is_fact(kind):
+            fact = facts.decode(kind, body)
+            found.state = rounds.apply(found.state, fact, 0.0)
+            if isinstance(fact, rounds.Committed | rounds.Skipped):
+                found.pending.append(fact)
+                found.ends[fact.fragment, fact.round] = fact, found.state.rounds[fact.fragment].version
+        case kind:
+            raise InputError(f"the ledger in {root} has a fact of kind '{kind}', which this version does not know")
+
+
+def _stored(body: dict[str, Any], root: Path) -> Stored:
+    return Stored(
+        pieces=tuple(Piece(t, Box(tuple(offset), tuple(size))) for t, offset, size in body["pieces"]),
+        codec=by_id(*body["codec"]),
+        path=root / "inbox" / body["file"],
+        digest=body["digest"],
+    )
+
+
+def _replay_part(found: Recovered, body: dict[str, Any], stored: Stored) -> None:
+    inbound = found.inbox.inbound(found.fragments[body["fragment"]], body["round"], body["island"], body["epoch"])
+    if inbound:
+        inbound.tokens = body["tokens"]
+        try:
+            inbound.add(body["rank"], stored)
+        except Malformed as error:
+            log.warning("a recorded part does not fit and is left out: %s", error.message)
+
+
+def clean(root: Path, found: Recovered) -> None:
+    """Removes what nothing in the ledger speaks of: contributions without a receipt, unfinished first parameters."""
+    for path in (root / "inbox").iterdir():
+        if not found.inbox.holds(path):
+            path.unlink()
+    if not found.state.seeded:
+        for path in root.glob("manifest-*.json"):
+            path.unlink()
+
+
+# -- verification ---------------------------------------------------------------------------------------------------
+
+
+def recorded_config(ledger: Ledger) -> RunConfig:
+    """The settings of the run that a ledger is of. Raises `InputError` for an empty one."""
+    for row in ledger.read():
+        if row.kind == "run":
+            return load_run(row.body["config_toml"], str(ledger.path)).value
+    raise InputError(f"{ledger.path} is empty: no coordinator has run here")
+
+
+def verify(ledger: Ledger, root: Path) -> Iterable[tuple[int, int, str]]:
+    """Folds again what the oldest snapshot kept does not hold; yields (fragment, version, digest) as found equal.
+
+    Raises:
+        DigestMismatch: a contribution or a fold with other bits than the ledger says.
+        InputError: missing files.
+    """
+    config = recorded_config(ledger)
+    found = recover(ledger, config, root, oldest=True)
+    down = CODECS[config.wire.down]
+    for end in found.pending:
+        if isinstance(end, rounds.Skipped) or (end.fragment, end.version) not in found.digests:
+            continue
+        fragment = found.fragments[end.fragment]
+        parts = {i: [_checked(s) for s in found.inbox.parts(end.fragment, end.round, i)] for i in end.shares}
+        outer, _ = fold(fragment, found.outers[end.fragment], parts, end.shares, config.outer, down)
+        found.outers[end.fragment] = outer
+        recorded = found.digests[end.fragment, outer.version]
+        if show(outer.digest) != recorded:
+            raise DigestMismatch(
+                f"fragment {end.fragment} version {outer.version} folds to {show(outer.digest)}, "
+                f"and the ledger says {recorded}",
+                fragment=end.fragment,
+                version=outer.version,
+            )
+        yield end.fragment, outer.version, recorded
+
+
+def _checked(stored: Stored) -> Part:
+    """A part whose file has the bytes that were recorded."""
+    try:
+        part = stored.part()
+    except FileNotFoundError:
+        raise InputError(f"{stored.path} is missing, but the ledger speaks of it") from None
+    found = xxhash.xxh3_128_hexdigest(part.payload.numpy().data)
+    if found != stored.digest:
+        raise DigestMismatch(f"{stored.path} has digest {found}, and the ledger says {stored.digest}")
+    return part
