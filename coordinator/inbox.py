@@ -112,15 +112,15 @@ class Inbox:
     def __init__(self) -> None:
         self._rounds: dict[tuple[int, int], dict[str, Inbound]] = {}
 
-    def inbound(self, fragment: Fragment, round_: int, island: str, epoch: int) -> Inbound | None:
-        """Where an island's parts go; none where it has contributed to the round under another epoch.
+    def inbound(self, fragment: Fragment, round_: int, island: str, epoch: int, *, accepted: bool) -> Inbound | None:
+        """Where an island's parts go; none where its contribution under another epoch counts in the round already.
 
-        What it had sent of a contribution under an earlier epoch, but not finished, is forgotten.
+        What it had sent under an earlier epoch, but is not `accepted`, is forgotten.
         """
         islands = self._rounds.setdefault((fragment.index, round_), {})
         known = islands.get(island)
         if known and known.epoch != epoch:
-            if known.coverage.whole:
+            if accepted:
                 return None
             known.discard()
             known = None

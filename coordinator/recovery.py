@@ -164,7 +164,9 @@ def _stored(body: dict[str, Any], root: Path) -> Stored:
 
 
 def _replay_part(found: Recovered, body: dict[str, Any], stored: Stored) -> None:
-    inbound = found.inbox.inbound(found.fragments[body["fragment"]], body["round"], body["island"], body["epoch"])
+    fragment, round_, island = found.fragments[body["fragment"]], body["round"], body["island"]
+    accepted = rounds.counts(found.state, fragment.index, round_, island)
+    inbound = found.inbox.inbound(fragment, round_, island, body["epoch"], accepted=accepted)
     if inbound:
         inbound.tokens = body["tokens"]
         try:

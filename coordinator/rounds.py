@@ -50,6 +50,7 @@ class Member:
     epoch: int
     lease_until: float
     standing: Standing = Standing.JOINING
+    ranks: int = 0
     ready: bool = False
     """Anchors are loaded."""
     reason: str = ""
@@ -107,6 +108,7 @@ class Joined:
     """An island entered, or entered again."""
 
     island: str
+    ranks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +171,7 @@ class Admitted:
     island: str
     epoch: int
     reason: str
+    ranks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +280,7 @@ def apply(state: State, fact: Fact, now: float) -> State:
                 id=fact.island,
                 epoch=fact.epoch,
                 lease_until=now + state.config.lease_s,
+                ranks=fact.ranks,
                 contributions=old.contributions if old else 0,
                 dropped=old.dropped if old else 0,
             )
@@ -334,7 +338,7 @@ def _respond(state: State, event: Event, now: float) -> tuple[State, list[Fact]]
     match event:
         case Joined():
             reason = "came back" if event.island in state.members else "new"
-            return state, [Admitted(island=event.island, epoch=state.last_epoch + 1, reason=reason)]
+            return state, [Admitted(island=event.island, epoch=state.last_epoch + 1, reason=reason, ranks=event.ranks)]
         case Beat():
             member = member_of(state, event.island, event.epoch)
             lease, ready = now + state.config.lease_s, event.ready or member.ready
@@ -454,6 +458,12 @@ def missing_islands(state: State, fragment: int) -> list[str]:
     current = state.rounds[fragment]
     heard = {*current.entries, *current.refused}
     return sorted(m.id for m in state.members.values() if m.standing is Standing.ACTIVE and m.id not in heard)
+
+
+def counts(state: State, fragment: int, round_: int, island: str) -> bool:
+    """Whether an island's contribution counts in a fragment's open round."""
+    current = state.rounds[fragment]
+    return current.round == round_ and island in current.entries
 
 
 def lateness(state: State, fragment: int, round_: int) -> str:

@@ -48,7 +48,6 @@ class Outcome:
 class Progress:
     """What an island last said of itself."""
 
-    ranks: int
     step: int = 0
     tokens: int = 0
     tokens_per_second: float = 0.0
@@ -84,7 +83,7 @@ class Run:
         self.outers: list[Outer] = found.outers
         self.ended: list[int] = found.ended
         """Rounds of each fragment whose outcome is published."""
-        self.progress = {island: Progress(ranks=0) for island in self.state.members}
+        self.progress = {island: Progress() for island in self.state.members}
         self.outcomes: dict[tuple[int, int], Outcome] = {}
         committed = sum(outer.version for outer in found.outers)
         self.totals = Totals(committed=committed, skipped=sum(found.ended) - committed)
@@ -323,9 +322,9 @@ class Run:
                 f"run '{self.config.run.id}' trains a model with layout {self.layout.digest[:16]}, and island "
                 f"'{island}' has layout {layout.digest[:16]}: {self.layout.difference(layout)}"
             )
-        self.progress.setdefault(island, Progress(ranks=ranks))
-        await self._take(rounds.Joined(island=island))
-        self.progress[island] = Progress(ranks=ranks)
+        self.progress.setdefault(island, Progress())
+        await self._take(rounds.Joined(island=island, ranks=ranks))
+        self.progress[island] = Progress()
         return self.state.members[island].epoch
 
     def lease(self, run_id: str, island: str, epoch: int) -> None:
@@ -425,7 +424,8 @@ class Run:
         refused = self.state.rounds[fragment].refused
         if island in refused:
             return False, refused[island]
-        inbound = self._inbox.inbound(self.fragments[fragment], round_, island, epoch)
+        accepted = rounds.counts(self.state, fragment, round_, island)
+        inbound = self._inbox.inbound(self.fragments[fragment], round_, island, epoch, accepted=accepted)
         if inbound is None:
             return False, f"{island} has already contributed to round {round_} under another epoch"
         duplicate = inbound.check(rank, stored)

@@ -192,7 +192,7 @@ class Service:
             id=member.id,
             state=member.standing,
             epoch=member.epoch,
-            ranks=progress.ranks,
+            ranks=member.ranks,
             progress=pb.HeartbeatRequest(
                 step=progress.step,
                 tokens=progress.tokens,

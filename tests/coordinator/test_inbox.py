@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.inbox import Coverage, Inbound, SeedBed, Stored, select
+from coordinator.inbox import Coverage, Inbound, Inbox, SeedBed, Stored, select
 from coordinator.store import write_atomic
 from diloco.codec import CODECS
 from diloco.errors import Conflict, DivergedError, Malformed
@@ -238,3 +238,21 @@ def test_the_tilings_of_these_tests_are_odd() -> None:
     assert any(0 < box.size[1] < 4 and 0 < box.size[0] < 6 for boxes in cuts for box in boxes)
     assert all(sum(box.numel for box in boxes) == 24 for boxes in cuts)
     assert any(a != b for a, b in pairwise(cuts))
+
+
+def test_a_whole_contribution_gives_way_to_a_new_epoch_unless_it_counts(tmp_path: Path) -> None:
+    fragment = FRAGMENT
+    sent = Stored(
+        pieces=tuple(whole(fragment)), codec=CODECS["fp32"], path=tmp_path / "whole", digest="0123456789abcdef"
+    )
+    sent.path.write_bytes(b"")
+    inbox = Inbox()
+    first = inbox.inbound(fragment, 0, "a", 1, accepted=False)
+    assert first is not None
+    first.add(0, sent)
+    assert inbox.inbound(fragment, 0, "a", 2, accepted=True) is None
+    assert inbox.holds(sent.path)
+    second = inbox.inbound(fragment, 0, "a", 2, accepted=False)
+    assert second is not None
+    assert not second.parts
+    assert not sent.path.exists()
