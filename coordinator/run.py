@@ -122,7 +122,7 @@ class Run:
         async with self._turn:
             pass  # what is being made durable is known here as well
         if self.totals.unsaved and self.outers:
-            await self.in_worker(self._save)
+            await self._save(self.outers, self.ended)
         self._worker.shutdown()
         self._scribe.shutdown()
 
@@ -273,24 +273,26 @@ class Run:
         self.totals.unsaved += 1
         self._publish(decision, Outcome(True, decision.reason, new.version, new.digest, path))
         if self.totals.unsaved >= self.config.snapshot.every_rounds:
-            await self.in_worker(self._save)
+            await self._save(self.outers, self.ended)
 
     def _publish(self, decision: Committed | Skipped, outcome: Outcome) -> None:
         self.outcomes[decision.fragment, decision.round] = outcome
         self.ended[decision.fragment] = decision.round + 1
         self.outcomes.pop((decision.fragment, decision.round - UPDATES_KEPT), None)
 
-    def _save(self, outers: Sequence[Outer] = (), ended: Sequence[int] = ()) -> None:
+    async def _save(self, outers: Sequence[Outer], ended: Sequence[int]) -> None:
+        """Takes a snapshot; then forgets contributions that no snapshot kept needs."""
         assert self.layout is not None
         snapshot = Snapshot(
             config=self.config,
             layout=self.layout,
             fragments=self.fragments,
-            outers=tuple(outers or self.outers),
-            rounds=tuple(ended or self.ended),
+            outers=tuple(outers),
+            rounds=tuple(ended),
         )
         self.totals.unsaved = 0
-        for fragment, needed in enumerate(self.store.save(snapshot, self.config.snapshot.keep)):
+        needed_from = await self.in_worker(lambda: self.store.save(snapshot, self.config.snapshot.keep))
+        for fragment, needed in enumerate(needed_from):
             self._inbox.forget(fragment, before=needed)
 
     # -- joining ----------------------------------------------------------------------------------------------------
@@ -362,19 +364,15 @@ class Run:
     async def _plant(self, anchors: list[Tensor]) -> None:
         """Makes the first parameters durable, then shows them."""
         pairs = list(zip(self.fragments, anchors, strict=True))
-
-        def work() -> list[Outer]:
-            outers = [Outer.first(fragment, anchor) for fragment, anchor in pairs]
-            self._save(outers, [0] * len(outers))
-            return outers
-
+        ended = [0] * len(pairs)
         try:
-            outers = await self.in_worker(work)
+            outers = await self.in_worker(lambda: [Outer.first(fragment, anchor) for fragment, anchor in pairs])
+            await self._save(outers, ended)
             await self._take(rounds.Seeded())
         except OSError:
             self._seedbed = None
             raise
-        self.outers, self.ended = outers, [0] * len(outers)
+        self.outers, self.ended = outers, ended
 
     def expected(self, fragment: int, round_: int, base_version: int) -> str:
         """Checks the key of a contribution: "" where it can count, else why it would be dropped.

@@ -290,8 +290,10 @@ class Session:
         self._flights[fragment, round_] = work
 
     def _apply(self, fragment: int, round_: int) -> None:
-        flight = self._flights.pop((fragment, round_), None)
-        header = flight.result() if flight else self.courier.fetch_update(fragment, round_)
+        if (fragment, round_) not in self._flights:
+            # It came in after the send step. Where every island did, the round would never open, and so never end.
+            self._send(fragment, round_)
+        header = self._flights.pop((fragment, round_)).result()
         self.replica.position[fragment] = Position(header.version, round_ + 1)
         if header.outcome == "committed":
             self._share(fragment)
