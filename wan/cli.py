@@ -65,7 +65,8 @@ def demo(
             ),
             console,
         )
-    console.print(f"report: {out}/report.html   plot: {out}/plot.png   numbers: {out}/summary.json")
+    results = f"report: {out}/report.html   plot: {out}/plot.png   numbers: {out}/summary.json"
+    console.print(results, soft_wrap=True, markup=False)
 
 
 @contextmanager
