@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ from diloco.fragments import partition
 from diloco.layout import Layout
 
 log = logging.getLogger("diloco.coordinator")
+DISK_RETRY_S = 1.0
+"""How long to leave a disk alone that has failed or is full."""
 T = TypeVar("T")
 
 
@@ -122,7 +125,10 @@ class Run:
         async with self._turn:
             pass  # what is being made durable is known here as well
         if self.totals.unsaved and self.outers:
-            await self._save(self.outers, self.ended)
+            try:
+                await self._save(self.outers, self.ended)
+            except OSError as error:
+                log.error("no last snapshot (%s); the ledger has what is not in the one before", error)
         self._worker.shutdown()
         self._scribe.shutdown()
 
@@ -240,13 +246,27 @@ class Run:
         while True:
             decision = await self._ends.get()
             if isinstance(decision, Committed):
-                await self._fold(decision)
+                await self._until_durable(partial(self._fold, decision))
             else:
                 outer = self.outers[decision.fragment]
                 self.totals.skipped += 1
                 self._publish(decision, Outcome(False, decision.reason, outer.version, outer.digest, None))
             async with self.changed:
                 self.changed.notify_all()
+            if self.totals.unsaved >= self.config.snapshot.every_rounds:
+                await self._until_durable(lambda: self._save(self.outers, self.ended))
+
+    async def _until_durable(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Does work that changes nothing where the disk fails it, again and again until the disk takes it."""
+        trouble = ""
+        while True:
+            try:
+                return await work()
+            except OSError as error:
+                if str(error) != trouble:
+                    log.error("the run waits for its disk: %s", error)
+                trouble = str(error)
+                await asyncio.sleep(DISK_RETRY_S)
 
     async def _fold(self, decision: Committed) -> None:
         fragment, outer = self.fragments[decision.fragment], self.outers[decision.fragment]
@@ -258,7 +278,7 @@ class Run:
             return new, self.store.write_update(decision.fragment, decision.round, update)
 
         new, path = await self.in_worker(work)
-        known = self._digests.pop((decision.fragment, new.version), "")
+        known = self._digests.get((decision.fragment, new.version), "")
         if known and known != show(new.digest):
             raise DigestMismatch(
                 f"fragment {decision.fragment} version {new.version} folds to {show(new.digest)}, and the ledger says "
@@ -272,8 +292,6 @@ class Run:
         self.totals.committed += 1
         self.totals.unsaved += 1
         self._publish(decision, Outcome(True, decision.reason, new.version, new.digest, path))
-        if self.totals.unsaved >= self.config.snapshot.every_rounds:
-            await self._save(self.outers, self.ended)
 
     def _publish(self, decision: Committed | Skipped, outcome: Outcome) -> None:
         self.outcomes[decision.fragment, decision.round] = outcome
@@ -290,8 +308,8 @@ class Run:
             outers=tuple(outers),
             rounds=tuple(ended),
         )
-        self.totals.unsaved = 0
         needed_from = await self.in_worker(lambda: self.store.save(snapshot, self.config.snapshot.keep))
+        self.totals.unsaved = 0
         for fragment, needed in enumerate(needed_from):
             self._inbox.forget(fragment, before=needed)
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import diloco.cli
 from coordinator import facts, rounds
 from coordinator.cli import ledger as command
+from coordinator.store import load_snapshot
 from diloco.errors import DigestMismatch, DilocoError, ExitCode, InputError, Refused, StaleEpoch
 from diloco.fragments import Fragment, partition
 from diloco.layout import Piece
@@ -521,3 +522,31 @@ def test_a_coordinator_does_not_go_on_from_a_fold_with_other_bits(state: Path) -
     edit(state, "UPDATE facts SET body=replace(body, '\"digest\":\"', '\"digest\":\"f') WHERE kind='folded'")
     with pytest.raises(DigestMismatch, match="and the ledger says f"), serving(CONFIG, state) as served:
         wait_until(lambda: served.ask(lambda run: run.failed.done()), "the run fails", BOUND_S)
+
+
+@pytest.mark.parametrize("failing", ["write_update", "save"])
+def test_a_disk_that_fails_under_a_fold_delays_it_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    monkeypatch.setattr("coordinator.run.DISK_RETRY_S", 0.01)
+    with ExitStack() as stack:
+        rig = Rig(configure("rounds.start_islands=2", "rounds.quorum=2"), tmp_path, stack)
+        islands = rig.started("a", "b")
+        real, failures = getattr(rig.run.store, failing), []
+
+        def fail_twice(*arguments: Any, **options: Any) -> Any:
+            if len(failures) < 2:
+                failures.append(failing)
+                raise OSError(28, "No space left on device")
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(rig.run.store, failing, fail_twice)
+        for seed, visitor in enumerate(islands, 1):
+            visitor.push(rig.run.fragments[0], draw(rig.run.fragments[0], seed), round=0, tokens=1)
+        header, _ = islands[0].fetch(rig.run.fragments[0], round=0)
+        assert (header.outcome, header.version) == ("committed", 1)
+        wait_until(lambda: rig.served.ask(lambda run: run.totals.unsaved) == 0, "the snapshot")
+    snapshot = load_snapshot(tmp_path)
+    assert snapshot is not None
+    assert [outer.version for outer in snapshot.outers] == [1, 0, 0]
+    assert failures == [failing] * 2
