@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint format bench proto clean
+.PHONY: demo test test-all lint format bench simulate proto clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; name it with PYTHON=python3.x" if sys.version_info < (3, 11) else 0)'
@@ -35,6 +35,11 @@ format: $(STAMP)
 
 bench: $(STAMP)  ## prints a table and writes bench.json
 	$(BIN)/python -m benchmarks.run --json bench.json $(ARGS)
+
+SEEDS ?= 1000
+FIRST ?= 0
+simulate: $(STAMP)  ## plays SEEDS runs from seed FIRST under a virtual clock, with faults, and checks every one
+	$(BIN)/python -m wan.simulator --seeds $(SEEDS) --first $(FIRST) $(ARGS)
 
 proto: $(STAMP)  ## regenerates diloco/v1 from proto/
 	$(BIN)/python proto/generate.py

@@ -147,6 +147,11 @@ class Inbox:
         """Whether a file is part of a contribution."""
         return any(i.holds(path) for islands in self._rounds.values() for i in islands.values())
 
+    def drop(self, fragment: int, round_: int) -> None:
+        """Removes the contributions to a round that came to nothing, and their files."""
+        for inbound in self._rounds.pop((fragment, round_), {}).values():
+            inbound.discard()
+
     def forget(self, fragment: int, before: int) -> None:
         """Removes contributions to rounds of a fragment before round `before`, and their files."""
         for key in [k for k in self._rounds if k[0] == fragment and k[1] < before]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -14,10 +14,10 @@ from coordinator import facts, rounds
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import Inbox, Stored
 from coordinator.ledger import Ledger, Row
-from coordinator.store import check_same_run, load_snapshot
+from coordinator.store import UPDATES_KEPT, check_same_run, load_snapshot
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig, load_run
-from diloco.digest import show
+from diloco.digest import combine, show
 from diloco.errors import DigestMismatch, InputError, Malformed
 from diloco.fragments import Fragment, partition
 from diloco.layout import Box, Layout, Piece, TensorSpec
@@ -91,6 +91,25 @@ class Recovered:
         self.pending = [end for end in self.pending if end.round >= ended[end.fragment]]
         return self
 
+    def past(self) -> Iterator[Past]:
+        """How the last rounds of each fragment ended that the snapshot holds: islands may not have heard of them."""
+        for fragment, ended in enumerate(self.ended[: len(self.state.rounds)]):
+            for round_ in range(max(0, ended - UPDATES_KEPT), ended):
+                end, version = self.ends[fragment, round_]
+                digest = combine(int(self.digests.get((fragment, version), "0"), 16))
+                yield Past(fragment, round_, isinstance(end, rounds.Committed), end.reason, version, digest)
+
+
+class Past(NamedTuple):
+    """How a round ended that a snapshot holds."""
+
+    fragment: int
+    round: int
+    committed: bool
+    reason: str
+    version: int
+    digest: int
+
 
 Locate = Callable[[dict[str, Any]], Stored]
 """Finds the stored bytes that a `part` row speaks of."""
@@ -149,6 +168,8 @@ def _replay(found: Recovered, row: Row, config: RunConfig, root: Path, locate: L
             found.state = rounds.apply(found.state, fact, 0.0)
             if isinstance(fact, rounds.Committed | rounds.Skipped):
                 found.pending.append(fact)
+                if isinstance(fact, rounds.Skipped):
+                    found.inbox.drop(fact.fragment, fact.round)
                 found.ends[fact.fragment, fact.round] = fact, found.state.rounds[fact.fragment].version
         case kind:
             raise InputError(f"the ledger in {root} has a fact of kind '{kind}', which this version does not know")

@@ -100,6 +100,7 @@ class Run:
         for end in found.pending:
             self._ends.put_nowait(end)
         self._tasks: list[asyncio.Task[None]] = []
+        self._under_way: set[asyncio.Future[Any]] = set()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fold")
         self._scribe = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._down = CODECS[config.wire.down]
@@ -122,8 +123,7 @@ class Run:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        async with self._turn:
-            pass  # what is being made durable is known here as well
+        await asyncio.gather(*self._under_way, return_exceptions=True)
         if self.totals.unsaved and self.outers:
             try:
                 await self._save(self.outers, self.ended)
@@ -161,16 +161,12 @@ class Run:
 
     def _recall(self, found: Recovered) -> None:
         """Publishes again how the last rounds ended that the snapshot holds, as far as their updates are kept."""
-        for fragment, ended in enumerate(self.ended[: len(self.state.rounds)]):
-            for round_ in range(max(0, ended - UPDATES_KEPT), ended):
-                end, version = found.ends[fragment, round_]
-                path = self.store.update_path(fragment, round_)
-                committed = isinstance(end, Committed)
-                if committed and not path.exists():
-                    continue
-                digest = int(found.digests.get((fragment, version), "0"), 16)
-                update = path if committed else None
-                self.outcomes[fragment, round_] = Outcome(committed, end.reason, version, digest, update)
+        for past in found.past():
+            path = self.store.update_path(past.fragment, past.round)
+            if path.exists() or not past.committed:
+                update = path if past.committed else None
+                outcome = Outcome(past.committed, past.reason, past.version, past.digest, update)
+                self.outcomes[past.fragment, past.round] = outcome
 
     async def in_worker(self, work: Callable[[], T]) -> T:
         """Runs blocking work in the worker thread."""
@@ -194,7 +190,19 @@ class Run:
             async with self._turn:
                 return await work()
 
-        return await asyncio.shield(asyncio.ensure_future(alone()))
+        return await self._to_its_end(alone())
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Goes on with work also where the caller goes away, as when a client hangs up."""
+        task = asyncio.ensure_future(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._ended_work)
+        return await asyncio.shield(task)
+
+    def _ended_work(self, task: asyncio.Future[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled() and task.exception():
+            log.debug("a request ended with %r", task.exception())  # its caller is told, if it is still there
 
     async def _take(self, event: rounds.Event) -> None:
         state, found = rounds.step(self.state, event, self.clock())
@@ -251,6 +259,7 @@ class Run:
                 outer = self.outers[decision.fragment]
                 self.totals.skipped += 1
                 self._publish(decision, Outcome(False, decision.reason, outer.version, outer.digest, None))
+                self._inbox.drop(decision.fragment, decision.round)
             async with self.changed:
                 self.changed.notify_all()
             if self.totals.unsaved >= self.config.snapshot.every_rounds:
@@ -408,22 +417,27 @@ class Run:
         return late
 
     async def contribute(
-        self, island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int
+        self, island: str, epoch: int, rank: int, fragment: int, round_: int, keep: Callable[[], Stored], tokens: int
     ) -> tuple[bool, str]:
-        """Takes one rank's part of a contribution, already durable; its file goes unless the round keeps it.
+        """Takes one rank's part of a contribution; its file goes unless the round keeps it.
+
+        Args:
+            keep: makes the part durable; called in the worker thread.
 
         Returns:
             (whether it was known already, why it is dropped or "").
         """
 
         async def work() -> tuple[bool, str]:
+            stored = await self.in_worker(keep)
             try:
-                return await self._contribute(island, epoch, rank, fragment, round_, stored, tokens)
+                key = (island, epoch, rank, fragment, round_)
+                return await self._in_turn(lambda: self._contribute(*key, stored, tokens))
             finally:
                 if not self._inbox.holds(stored.path):
                     stored.path.unlink(missing_ok=True)
 
-        return await self._in_turn(work)
+        return await self._to_its_end(work())
 
     def knows(self, island: str, epoch: int, rank: int, fragment: int, round_: int) -> bool:
         """Whether a rank's part of a contribution to an ended round has come in time."""

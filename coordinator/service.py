@@ -244,11 +244,12 @@ class Service:
         if dropped:
             return pb.Receipt(dropped=dropped)
         name = f"f{header.fragment}-r{header.round}-{header.island_id}-e{header.epoch}-{header.rank}"
-        path = await run.in_worker(lambda: spool.publish(run.store.inbox_path(f"{name}-{spool.digest}")))
-        stored = Stored(pieces=pieces, codec=codec, path=path, digest=spool.digest)
-        duplicate, dropped = await run.contribute(
-            *key, header.rank, header.fragment, header.round, stored, header.tokens
-        )
+
+        def keep() -> Stored:
+            path = spool.publish(run.store.inbox_path(f"{name}-{spool.digest}"))
+            return Stored(pieces=pieces, codec=codec, path=path, digest=spool.digest)
+
+        duplicate, dropped = await run.contribute(*key, header.rank, header.fragment, header.round, keep, header.tokens)
         return pb.Receipt(duplicate=duplicate, dropped=dropped)
 
     async def _push_header(self, messages: AsyncIterator[bytes]) -> pb.PushHeader:

@@ -1,0 +1,284 @@
+"""What must hold in every simulated run, checked from outside: from durable rows, replies and reported digests.
+
+I1  an acknowledged contribution is folded exactly once, or recorded as dropped or skipped with a reason
+I2  versions grow by one, and no island sees one go back within an epoch
+I3  everybody who reports a version of a fragment holds the same digest, across crashes
+I4  every round ends by its hard deadline, the coordinator's downtime excluded
+I5  replaying the ledger from its beginning reproduces all digests and the state
+I6  files of contributions and outcomes in memory stay bounded, and no file is left behind
+I7  a refused request changes nothing
+I8  nothing counts that came under an epoch that was over
+I9  once nothing disturbs it any more, the run ends
+    I10 the updates of a fragment's last rounds stay to be fetched, across crashes
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator import recovery, rounds
+from coordinator.fold import Outer, fold
+from coordinator.run import Outcome
+from coordinator.store import UPDATES_KEPT
+from diloco.codec import CODECS, by_id
+from diloco.config import RunConfig
+from diloco.digest import show
+from diloco.errors import DilocoError
+from diloco.fragments import Fragment
+from diloco.layout import Box, Piece
+from diloco.merge import shares
+from wan.sim_coordinator import ROOT, TICK_S, Reply, Request, SimCoordinator
+from wan.sim_world import Disk, MemoryStored
+
+SLACK_S = 1.5
+"""What ending a round may take beyond its deadline and a tick: the disk, and requests that were first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Violation:
+    """Something that must never be."""
+
+    invariant: str
+    words: str
+    at: float
+    """Virtual seconds since the run began."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One island's contribution to a round, under an epoch."""
+
+    island: str
+    epoch: int
+    fragment: int
+    round: int
+
+
+class Checker:
+    """Watches one run.
+
+    Args:
+        config, fragments: the run.
+        disk: the coordinator's.
+        genesis: the outer state at version 0.
+        ranks: ranks of each island.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        fragments: tuple[Fragment, ...],
+        disk: Disk,
+        genesis: tuple[Outer, ...],
+        ranks: dict[str, int],
+    ) -> None:
+        self.config, self.fragments, self.disk, self.ranks = config, fragments, disk, ranks
+        self.now = 0.0
+        self.violations: list[Violation] = []
+        self.outers = list(genesis)
+        self.digests = {(f, 0): outer.digest for f, outer in enumerate(genesis)}
+        self._epochs: dict[str, int] = {}
+        self._parts: dict[Key, dict[int, dict[str, Any]]] = defaultdict(dict)
+        self._entries: dict[tuple[int, int], dict[str, rounds.Entry]] = defaultdict(dict)
+        self._dropped: set[tuple[int, int, str]] = set()
+        self._ends: dict[tuple[int, int], dict[str, float] | None] = {}
+        self._position = [(0, 0)] * len(genesis)
+        self._since: dict[int, float] = {}
+        self._acked: dict[Key, set[int]] = defaultdict(set)
+        self._seen: dict[tuple[str, int, int], int] = {}
+        self._skipped = self._looked = 0
+
+    def violate(self, invariant: str, words: str) -> None:
+        """Records a violation."""
+        self.violations.append(Violation(invariant=invariant, words=words, at=self.now))
+
+    # -- the ledger -------------------------------------------------------------------------------------------------
+
+    def row(self, kind: str, body: dict[str, Any]) -> None:
+        """A row has become durable."""
+        match kind:
+            case "admitted":
+                self._epochs[body["island"]] = body["epoch"]
+            case "gone":
+                self._epochs[body["island"]] = 0
+            case "part":
+                self._part(body)
+            case "accepted":
+                self._accepted(body["fragment"], body["round"], rounds.Entry(**body["entry"]))
+            case "dropped":
+                self._dropped.add((body["fragment"], body["round"], body["island"]))
+                if body["spoiled"]:
+                    self._since.setdefault(body["fragment"], self.now)
+            case "committed":
+                self._ended(body["fragment"], body["round"], body["version"], body["shares"])
+            case "skipped":
+                self._skipped += 1
+                self._ended(body["fragment"], body["round"], None, None)
+            case "folded":
+                self._folded(body)
+
+    def _part(self, body: dict[str, Any]) -> None:
+        key = Key(body["island"], body["epoch"], body["fragment"], body["round"])
+        if self._epochs.get(key.island) != key.epoch:
+            self.violate("I8", f"a part of {key} is taken, and the island's epoch is {self._epochs.get(key.island)}")
+        if body["rank"] in self._parts[key]:
+            self.violate("I1", f"rank {body['rank']}'s part of {key} is recorded twice")
+        self._parts[key][body["rank"]] = body
+
+    def _accepted(self, fragment: int, round_: int, entry: rounds.Entry) -> None:
+        self._since.setdefault(fragment, self.now)
+        entries = self._entries[fragment, round_]
+        if entry.island in entries:
+            self.violate("I1", f"{entry.island} is accepted twice in round {round_} of fragment {fragment}")
+        if self._position[fragment][1] != round_:
+            self.violate("I1", f"{entry.island} is accepted in round {round_} of fragment {fragment}, which is over")
+        if self._epochs.get(entry.island) != entry.epoch:
+            self.violate("I8", f"{entry.island} is accepted under epoch {entry.epoch}, which is over")
+        entries[entry.island] = entry
+
+    def _ended(self, fragment: int, round_: int, version: int | None, given: dict[str, float] | None) -> None:
+        self._since.pop(fragment, None)
+        before, expected = self._position[fragment]
+        if round_ != expected:
+            self.violate("I2", f"fragment {fragment}: round {round_} ends, and round {expected} was open")
+        if version is not None and version != before + 1:
+            self.violate("I2", f"fragment {fragment}: version {version} is committed after version {before}")
+        if given is not None:
+            tokens = {island: entry.tokens for island, entry in self._entries[fragment, round_].items()}
+            right = shares(tokens, self.config.merge.weights)
+            if list(right.items()) != list(given.items()):
+                self.violate("I1", f"fragment {fragment} round {round_} folds {given}, and {right} arrived")
+        self._ends[fragment, round_] = given
+        self._position[fragment] = (before if version is None else version, round_ + 1)
+
+    def _folded(self, body: dict[str, Any]) -> None:
+        fragment, round_, version = body["fragment"], body["round"], body["version"]
+        outer = self.outers[fragment]
+        if version == outer.version + 1:
+            given = self._ends.get((fragment, round_)) or {}
+            entries = self._entries[fragment, round_]
+            parts = {
+                island: [
+                    self._archived(b).part()
+                    for b in self._parts[Key(island, entries[island].epoch, fragment, round_)].values()
+                ]
+                for island in given
+                if island in entries
+            }
+            down = CODECS[self.config.wire.down]
+            outer, _ = fold(self.fragments[fragment], outer, parts, given, self.config.outer, down)
+            self.outers[fragment] = outer
+            self._same_digest(fragment, version, outer.digest, "a replay of the ledger", "I5")
+        if show(self.digests.get((fragment, version), 0)) != body["digest"]:
+            self.violate("I5", f"fragment {fragment} version {version} is recorded with a digest that no replay gives")
+
+    def _archived(self, body: dict[str, Any]) -> MemoryStored:
+        archive = Disk()
+        archive.files = self.disk.archive
+        return MemoryStored(
+            pieces=tuple(Piece(t, Box(tuple(offset), tuple(size))) for t, offset, size in body["pieces"]),
+            codec=by_id(*body["codec"]),
+            path=archive.file(body["file"]).path,
+            digest=body["digest"],
+            disk=archive,
+        )
+
+    # -- what others see --------------------------------------------------------------------------------------------
+
+    def _same_digest(self, fragment: int, version: int, digest: int, who: str, invariant: str = "I3") -> None:
+        known = self.digests.setdefault((fragment, version), digest)
+        if known != digest:
+            words = f"fragment {fragment} version {version} has digest {show(digest)} at {who}, and {show(known)}"
+            self.violate(invariant, f"{words} elsewhere")
+
+    def reported(self, island: str, epoch: int, fragment: int, version: int, digest: int) -> None:
+        """An island holds a version."""
+        if version < self._seen.get((island, epoch, fragment), 0):
+            self.violate("I2", f"{island} sees fragment {fragment} go back to version {version}")
+        self._seen[island, epoch, fragment] = version
+        self._same_digest(fragment, version, digest, island)
+
+    def published(self, fragment: int, round_: int, outcome: Outcome) -> None:
+        """The coordinator has published how a round ended."""
+        self._same_digest(fragment, outcome.version, outcome.digest, "the coordinator")
+
+    def answered(self, request: Request, reply: Reply) -> None:
+        """The coordinator has sent a reply."""
+        if request.method == "push" and not reply.dropped:
+            self._acked[Key(request.island, request.epoch, request.fragment, request.round)].add(request.rank)
+
+    def refused(self, request: Request, error: DilocoError, changes: int) -> None:
+        """The coordinator has refused a request."""
+        if request.method == "update" and type(error) is DilocoError:
+            self.violate("I10", f"{request.island} asks for round {request.round} of {request.fragment}: {error}")
+        if changes:
+            self.violate("I7", f"{request.method} of {request.island} is refused ({error}) and made {changes} changes")
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def restarted(self, coordinator: SimCoordinator) -> None:
+        """A coordinator has taken up the disk: what was acknowledged is there."""
+        self._since = dict.fromkeys(self._since, self.now)
+        found = [(current.version, current.round) for current in coordinator.state.rounds]
+        if found != self._position:
+            self.violate("I5", f"the coordinator takes up rounds {found}, and the ledger says {self._position}")
+        for key, ranks in self._acked.items():
+            current = coordinator.state.rounds[key.fragment]
+            member = coordinator.state.members.get(key.island)
+            held = member is not None and member.present and member.epoch == key.epoch
+            if current.round != key.round or not held or key.island in current.refused:
+                continue
+            chart = coordinator.fragments[key.fragment]
+            inbound = coordinator.inbox.inbound(chart, key.round, key.island, key.epoch, accepted=True)
+            missing = ranks - set(inbound.parts if inbound else ())
+            if inbound and missing:
+                self.violate("I1", f"a restart lost the acknowledged parts of ranks {sorted(missing)} of {key}")
+            if inbound and any(s.path.name not in self.disk.files for s in inbound.parts.values()):
+                self.violate("I1", f"a restart lost files of {key}")
+
+    def each(self, coordinator: SimCoordinator | None) -> None:
+        """After every event."""
+        if coordinator is None:
+            return
+        limit = self.config.rounds.deadline_s + TICK_S + SLACK_S
+        for fragment, since in self._since.items():
+            if self.now - since > limit:
+                self.violate("I4", f"the round of fragment {fragment} is open for {self.now - since:.1f} s")
+                self._since[fragment] = float("inf")
+        if self._looked == self.disk.changes:
+            return
+        self._looked = self.disk.changes
+        snapshot, rounds_ = self.config.snapshot, len(self.fragments)
+        kept = snapshot.keep * snapshot.every_rounds + 2 * rounds_ + self._skipped
+        files = sum(name.startswith("f") for name in self.disk.files)
+        if files > kept * sum(self.ranks.values()):
+            self.violate("I6", f"{files} files of contributions are kept")
+        if len(coordinator.outcomes) > rounds_ * UPDATES_KEPT:
+            self.violate("I6", f"{len(coordinator.outcomes)} outcomes are in memory")
+
+    def end(self, coordinator: SimCoordinator | None, finished: bool, why: str) -> None:
+        """At the end of the run."""
+        if not finished or coordinator is None:
+            self.violate("I9", f"the run has not ended: {why}")
+            return
+        for key, ranks in self._acked.items():
+            if len(ranks) == self.ranks[key.island] and not self._settled(key):
+                self.violate("I1", f"{key} was acknowledged and is neither folded nor recorded as dropped")
+        for name in sorted(coordinator.disk.files):
+            if name.startswith("f") and not coordinator.inbox.holds(coordinator.disk.file(name).path):
+                self.violate("I6", f"file {name} is left behind")
+        found = recovery.replay(self.disk.rows(), self.config, ROOT, self._archived)
+        for (fragment, version), digest in found.digests.items():
+            if digest != show(self.digests[fragment, version]):
+                self.violate("I5", f"the ledger's digest of fragment {fragment} version {version} is another")
+        live = coordinator.state
+        if (found.state.phase, found.state.last_epoch) != (live.phase, live.last_epoch) or [
+            (r.version, r.round) for r in found.state.rounds
+        ] != [(r.version, r.round) for r in live.rounds]:
+            self.violate("I5", "a replay of the ledger comes to another state than the coordinator's")
+
+    def _settled(self, key: Key) -> bool:
+        end = self._ends.get((key.fragment, key.round), {})
+        return end is None or key.island in end or (key.fragment, key.round, key.island) in self._dropped

@@ -1,0 +1,371 @@
+"""One simulated run: what its seed means, the network, and the adversary."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import xxhash
+
+from coordinator import facts, recovery, rounds
+from coordinator.fold import Outer
+from coordinator.run import Outcome
+from diloco.config import RunConfig, load_run
+from diloco.errors import DilocoError
+from diloco.fragments import Fragment, partition
+from diloco.layout import Layout, TensorSpec
+from diloco.schedule import Schedule
+from wan.sim_checker import Checker, Violation
+from wan.sim_coordinator import Reply, Request, SimCoordinator
+from wan.sim_island import Shape, SimIsland
+from wan.sim_plants import PLANTS
+from wan.sim_world import Disk, Process, Saved, World
+
+CALM_S = 600.0
+"""Virtual seconds within which a run must end once nothing disturbs it."""
+QUIET_S = 5.0
+"""How long no request has come before a run that is done counts as over: late copies must change nothing."""
+MOST_EVENTS = 60_000
+LAYOUT = Layout([TensorSpec("layers.0.w", (4, 3)), TensorSpec("layers.1.b", (2,)), TensorSpec("layers.1.w", (3, 2))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How the run of a seed went."""
+
+    seed: int
+    violations: tuple[Violation, ...]
+    trace: str
+    """Digest of everything that happened, in order."""
+    seconds: float
+    """Virtual."""
+    sessions_failed: int
+
+
+def configure(rng: random.Random, islands: int) -> RunConfig:
+    """Settings of a run with two fragments and two or three rounds each."""
+    quorum = rng.randint(1, islands)
+    start = rng.randint(quorum, islands)
+    deadline = rng.choice((8.0, 15.0, 25.0))
+    return load_run(
+        f"""
+        [run]
+        id = "sim"
+        steps = {rng.choice((8, 12))}
+        [sync]
+        strategy = "strided"
+        fragments = 2
+        every_steps = 4
+        overlap_steps = {rng.randint(0, 3)}
+        alpha = {rng.choice((0.0, 0.5))}
+        [merge]
+        weights = "{rng.choice(("tokens", "uniform"))}"
+        [wire]
+        up = "{rng.choice(("fp32", "bf16"))}"
+        down = "{rng.choice(("fp32", "bf16"))}"
+        chunk_bytes = 4096
+        [rounds]
+        start_islands = {start}
+        quorum = {quorum}
+        grace_s = {rng.choice((0.0, 2.0, 6.0))}
+        deadline_s = {deadline}
+        lease_s = {rng.choice((5.0, 9.0))}
+        [snapshot]
+        every_rounds = {rng.randint(1, 3)}
+        keep = {rng.randint(1, 2)}
+        """,
+        "the simulator",
+    ).value
+
+
+@dataclass(kw_only=True)
+class Weather:
+    """How the network is at the moment."""
+
+    loss: float = 0.0
+    double: float = 0.0
+    corrupt: float = 0.0
+    hang_up: float = 0.5
+    poison: float = 0.0
+    torn: float = 0.0
+    """Share of requests whose connection breaks while they are served."""
+    delay_s: float = 0.02
+
+
+class Simulation:
+    """The run of one seed.
+
+    Args:
+        seed: says everything about it.
+        plant: a fault to plant, one of `PLANTS`.
+        say: is given a line for everything that happens.
+    """
+
+    def __init__(self, seed: int, plant: str = "", say: Callable[[str], None] | None = None) -> None:
+        self.seed, self.world, self._say = seed, World(seed), say
+        self._hash = xxhash.xxh3_64()
+        rng = self.world.rng
+        planted = PLANTS[plant] if plant else None
+        self._coordinator_kind = planted if planted and issubclass(planted, SimCoordinator) else SimCoordinator
+        self._island_kind = planted if planted and issubclass(planted, SimIsland) else SimIsland
+        self.shapes = [
+            Shape(id=f"i{i}", ranks=rng.randint(1, 2), step_s=rng.uniform(0.3, 1.0), seed=rng.randrange(1000))
+            for i in range(rng.randint(2, 3))
+        ]
+        self.config = configure(rng, len(self.shapes))
+        self.fragments = partition(LAYOUT, self.config.sync)
+        self.schedule = Schedule.of(self.config)
+        self.disk = Disk()
+        genesis = _genesis(self.fragments)
+        self.checker = Checker(self.config, self.fragments, self.disk, genesis, {s.id: s.ranks for s in self.shapes})
+        self.disk.snapshots = [Saved(outers=genesis, rounds=(0,) * len(genesis))]
+        self.disk.append([recovery.layout_row(LAYOUT), facts.encode(rounds.Planted())])
+        self.disk.commit()
+        self.coordinator: SimCoordinator | None = None
+        self.islands: dict[str, SimIsland] = {}
+        self.cut: set[str] = set()
+        self.weather = Weather()
+        self.events = self.points = self.sessions_failed = 0
+        self._last_request = 0.0
+        self._doom: set[int] = set()
+        """Numbers of the points at which the coordinator is killed."""
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Plays it to its end."""
+        rng = self.world.rng
+        self._start_coordinator()
+        for shape in self.shapes:
+            self.world.at(rng.uniform(0, 2), lambda s=shape: self._start_island(s))  # type: ignore[misc]
+        active = rng.uniform(5, 35)
+        self._plan(active)
+        while not self.finished and self.world.now < active + CALM_S and self.events < MOST_EVENTS:
+            if not self.world.step():
+                break
+            self.events += 1
+            self.checker.now = self.world.now
+            self.checker.each(self.coordinator)
+            if len(self.checker.violations) > 20:
+                break
+        self.checker.end(self.coordinator, self.finished, self._standing())
+        for owner in (self.coordinator, *self.islands.values()):
+            if owner:
+                owner.kill()
+        return Result(
+            seed=self.seed,
+            violations=tuple(self.checker.violations),
+            trace=self._hash.hexdigest(),
+            seconds=self.world.now,
+            sessions_failed=self.sessions_failed,
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether all islands have left a run that is done, and no request has come for a while."""
+        coordinator = self.coordinator
+        return (
+            coordinator is not None
+            and coordinator.state.phase is rounds.Phase.DONE
+            and self.schedule.finished(coordinator.ended)
+            and len(self.islands) == len(self.shapes)
+            and all(island.finished for island in self.islands.values())
+            and self.world.now > self._last_request + QUIET_S
+        )
+
+    def _standing(self) -> str:
+        state = self.coordinator.state if self.coordinator else None
+        where = [(r.version, r.round, sorted(r.entries)) for r in state.rounds] if state else "no coordinator"
+        steps = {i: (island.at_step, island.finished) for i, island in self.islands.items()}
+        return f"phase {state.phase if state else '-'}, rounds {where}, islands {steps}"
+
+    def say(self, text: str) -> None:
+        """Notes something that happened."""
+        line = f"{self.world.now:9.3f}  {text}"
+        self._hash.update(line.encode())
+        if self._say:
+            self._say(line)
+
+    # -- lives ------------------------------------------------------------------------------------------------------
+
+    def _start_coordinator(self) -> None:
+        self.say("the coordinator starts")
+        base = self.world.rng.uniform(0, 1e5)
+        self.coordinator = self._coordinator_kind(self.world, self.disk, self.config, base, self)
+
+    def crash_coordinator(self, down_s: float) -> None:
+        """Kills the coordinator; another starts after a while."""
+        if self.coordinator is None:
+            return
+        self.say("the coordinator is killed")
+        self.coordinator.kill()
+        self.coordinator = None
+        self.durable(self.disk.crash(self.world.rng))
+        self.world.at(down_s, self._start_coordinator)
+
+    def _start_island(self, shape: Shape) -> None:
+        self.say(f"{shape.id} starts")
+        self.islands[shape.id] = self._island_kind(shape, self.world, self, self.config, LAYOUT, self.fragments)
+
+    def _crash_island(self, shape: Shape, down_s: float) -> None:
+        island = self.islands.get(shape.id)
+        if island is None or island.finished or not island.alive:
+            return
+        self.say(f"{shape.id} is killed")
+        island.kill()
+        self.world.at(down_s, lambda: self._start_island(shape))
+
+    # -- the adversary ----------------------------------------------------------------------------------------------
+
+    def _plan(self, active: float) -> None:
+        """Decides what will go wrong, and that nothing does any more after `active` seconds."""
+        rng, at = self.world.rng, self.world.at
+        self.weather = Weather(
+            loss=rng.choice((0.0, 0.0, 0.05, 0.2)),
+            double=rng.choice((0.0, 0.1, 0.3)),
+            corrupt=rng.choice((0.0, 0.0, 0.1)),
+            poison=rng.choice((0.0, 0.0, 0.0, 0.1)),
+            torn=rng.choice((0.0, 0.0, 0.05)),
+            delay_s=rng.choice((0.02, 0.2, 1.0)),
+        )
+        self._doom = {rng.randint(10, 400) for _ in range(rng.choice((0, 1, 2, 4)))}
+
+        def incident() -> None:
+            if self.world.now >= active:
+                return
+            shape, kind = rng.choice(self.shapes), rng.randrange(8)
+            island = self.islands.get(shape.id)
+            if kind == 0:
+                self.crash_coordinator(rng.uniform(0.1, 5.0))
+            elif kind in (1, 2):
+                self._crash_island(shape, rng.uniform(0.2, 6.0))
+            elif kind == 3 and island:
+                self.say(f"{shape.id} sleeps")
+                island.asleep_until = self.world.now + rng.uniform(0.5, 2.5) * self.config.rounds.lease_s
+            elif kind == 4:
+                self.say(f"{shape.id} is cut off")
+                self.cut.add(shape.id)
+                at(rng.uniform(1.0, 12.0), lambda: self.cut.discard(shape.id))
+            elif kind == 5 and island:
+                self.say(f"{shape.id} is slow")
+                island.slow = rng.uniform(2.0, 6.0)
+            elif kind == 6 and self.coordinator:
+                self.say("the coordinator's clock jumps")
+                self.coordinator.base += rng.uniform(1.0, 20.0)
+            at(rng.uniform(0.5, 8.0), incident)
+
+        def calm() -> None:
+            self.say("nothing disturbs the run any more")
+            self.weather, self._doom = Weather(), set()
+            self.cut.clear()
+            for island in self.islands.values():
+                island.slow = 1.0
+
+        if rng.random() < 0.9:
+            at(rng.uniform(0.5, 6.0), incident)
+        at(active, calm)
+
+    # -- the network ------------------------------------------------------------------------------------------------
+
+    def send(self, island: str, request: Request, answer: Callable[[Reply | DilocoError], None]) -> Callable[[], None]:
+        """Carries a request to whatever coordinator is there when it arrives, and the reply back."""
+        rng, served = self.world.rng, list[Process]()
+        corrupt = bool(request.messages) and rng.random() < self.weather.corrupt
+
+        def back(reply: Reply | DilocoError) -> None:
+            self._carry(island, lambda: answer(reply))
+
+        def arrive() -> None:
+            self._last_request = self.world.now
+            if self.coordinator:
+                self.say(f"{request.method} f{request.fragment} r{request.round} of {island}.{request.rank} arrives")
+                process = self.coordinator.serve(_damaged(request) if corrupt else request, back)
+                served.append(process)
+                if rng.random() < self.weather.torn:
+                    self.world.at(rng.random() * 0.1, process.cancel)
+
+        def abandon() -> None:
+            for process in served:
+                process.cancel()
+
+        def hang_up() -> None:
+            if rng.random() < self.weather.hang_up:
+                self._carry(island, abandon)
+
+        self._carry(island, arrive)
+        return hang_up
+
+    def _carry(self, island: str, deliver: Callable[[], object]) -> None:
+        rng, weather = self.world.rng, self.weather
+        if island in self.cut or rng.random() < weather.loss:
+            return
+        for _ in range(2 if rng.random() < weather.double else 1):
+            late = rng.random() < 0.02
+            self.world.at(rng.random() * weather.delay_s * (20 if late else 1), deliver)  # type: ignore[arg-type]
+
+    def poison(self, island: str) -> bool:
+        """Whether an island's next contribution is full of NaN."""
+        return self.world.rng.random() < self.weather.poison
+
+    # -- watching ---------------------------------------------------------------------------------------------------
+
+    def point(self, label: str) -> None:
+        """The coordinator may be killed between two operations."""
+        self.points += 1
+        if self.points in self._doom:
+            self.say(f"point {self.points}: {label}")
+            self.crash_coordinator(self.world.rng.uniform(0.1, 5.0))
+
+    def durable(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
+        """Rows of the ledger cannot be lost any more."""
+        self.checker.now = self.world.now
+        for kind, body in rows:
+            self.say(f"ledger: {kind} { {k: v for k, v in body.items() if k != 'pieces'} }")
+            self.checker.row(kind, body)
+
+    def restarted(self, coordinator: SimCoordinator) -> None:
+        """A coordinator has taken up the disk."""
+        self.checker.now = self.world.now
+        self.checker.restarted(coordinator)
+
+    def published(self, fragment: int, round_: int, outcome: Outcome) -> None:
+        """Islands can hear of an outcome."""
+        self.say(f"f{fragment} r{round_} is published: version {outcome.version}, {outcome.reason}")
+        self.checker.published(fragment, round_, outcome)
+
+    def answered(self, request: Request, reply: Reply) -> None:
+        """A reply is on its way."""
+        self.checker.answered(request, reply)
+
+    def refused(self, request: Request, error: DilocoError, changes: int) -> None:
+        """A refusal is on its way."""
+        self.say(f"{request.method} of {request.island} is refused: {error}")
+        self.checker.refused(request, error, changes)
+
+    def ticked(self, coordinator: SimCoordinator) -> None:
+        """A tick has been taken."""
+
+    def reported(self, island: str, epoch: int, fragment: int, version: int, digest: int) -> None:
+        """An island holds a version."""
+        self.say(f"{island} holds f{fragment} version {version}")
+        self.checker.reported(island, epoch, fragment, version, digest)
+
+    def session_failed(self, island: str, error: DilocoError) -> None:
+        """An island joins again."""
+        self.sessions_failed += 1
+        self.say(f"{island} gives up its session: {type(error).__name__}: {error}")
+
+
+def _damaged(request: Request) -> Request:
+    first = bytearray(request.messages[0])
+    first[-1] ^= 0x40
+    return replace(request, messages=(bytes(first), *request.messages[1:]))
+
+
+def _genesis(fragments: tuple[Fragment, ...]) -> tuple[Outer, ...]:
+    return tuple(
+        Outer.first(f, torch.linspace(-1.0, 1.0, f.numel, dtype=torch.float32) * (f.index + 1)) for f in fragments
+    )
