@@ -26,7 +26,7 @@ from coordinator.store import UPDATES_KEPT, Snapshot, Store
 from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.digest import show
-from diloco.errors import DigestMismatch, DilocoError, DivergedError, Malformed, RunMismatch, StaleEpoch
+from diloco.errors import DigestMismatch, DivergedError, Expired, Malformed, RunMismatch, StaleEpoch
 from diloco.fragments import partition
 from diloco.layout import Layout
 
@@ -496,7 +496,7 @@ class Run:
             return (fragment, round_) in self.outcomes
 
         if not known() and self.ended and round_ < self.ended[fragment]:
-            raise DilocoError(f"the update of round {round_} is no longer kept: fetch anchors", fragment=fragment)
+            raise Expired(f"the update of round {round_} is no longer kept: fetch anchors", fragment=fragment)
         try:
             async with asyncio.timeout(wait_s), self.changed:
                 await self.changed.wait_for(known)

@@ -14,6 +14,7 @@
         ├── RunMismatch          another run or another model layout
         ├── StaleEpoch           a newer lease of the same island exists, or the lease ran out
         ├── Conflict             the same key with other content
+        ├── Expired              what is asked for is no longer kept
         ├── Overload             a budget is spent; try again later
         └── Malformed            a request that no correct client sends
 
@@ -89,6 +90,10 @@ class Conflict(Refused):
     """The same key with other content."""
 
 
+class Expired(Refused):
+    """What is asked for is no longer kept."""
+
+
 class Overload(Refused):
     """A budget is spent; try again later."""
 
@@ -134,6 +139,7 @@ TABLE: dict[type[DilocoError], Row] = {
     RunMismatch: Row("FAILED_PRECONDITION", ExitCode.REFUSED),
     StaleEpoch: Row("FAILED_PRECONDITION", ExitCode.AGAIN),
     Conflict: Row("ALREADY_EXISTS", ExitCode.REFUSED),
+    Expired: Row("NOT_FOUND", ExitCode.REFUSED),
     Overload: Row("RESOURCE_EXHAUSTED", ExitCode.REFUSED),
     Malformed: Row("INVALID_ARGUMENT", ExitCode.REFUSED),
 }

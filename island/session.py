@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from diloco.codec import CODECS
 from diloco.config import RunConfig, load_run
 from diloco.digest import combine, show
-from diloco.errors import DeadlineExceeded, DigestMismatch, LayoutError
+from diloco.errors import DeadlineExceeded, DigestMismatch, Expired, LayoutError
 from diloco.fragments import partition
 from diloco.framing import PROTOCOL
 from diloco.layout import Box, Kind, Layout, Piece, TensorSpec, box_of, local, named_tensors
@@ -196,7 +196,8 @@ class Session:
         """Waits for first parameters, loads the run's anchors, and waits for the run to start."""
         state = self._await(lambda s: all(f.seeded for f in s.fragments) and bool(s.fragments), timeout_s, seed=True)
         positions = [self._load_anchor(f.fragment, f) for f in state.fragments]
-        self._catch_up(positions)
+        for fragment, position in enumerate(positions):
+            self._meet(fragment, *position)
         if self.heart:
             self.heart.ready = True
         state = self._await(lambda s: s.phase != "gathering", timeout_s)
@@ -235,19 +236,15 @@ class Session:
         header = self.courier.fetch_anchor(fragment)
         return header.version, header.round
 
-    def _catch_up(self, positions: Sequence[tuple[int, int]]) -> None:
-        """Brings all ranks to the newest version that any of them has fetched, update by update."""
-        flat = [n for position in positions for n in position]
-        rows = self._group.numbers(flat)
-        for fragment in range(len(positions)):
-            newest = max(row[2 * fragment + 1] for row in rows)
-            version, round_ = positions[fragment]
-            while round_ < newest:
-                header = self.courier.fetch_update(fragment, round_)
-                version, round_ = header.version, round_ + 1
-            self.replica.position[fragment] = Position(version, round_)
-            self._share(fragment)
-            self.replica.mix(fragment, alpha=0.0)
+    def _meet(self, fragment: int, version: int, round_: int) -> None:
+        """Brings all ranks to the newest version that any of them has fetched, and into training. Collective."""
+        newest = max(row[0] for row in self._group.numbers([round_]))
+        while round_ < newest:
+            header = self.courier.fetch_update(fragment, round_)
+            version, round_ = header.version, round_ + 1
+        self.replica.position[fragment] = Position(version, round_)
+        self._share(fragment)
+        self.replica.mix(fragment, alpha=0.0)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -293,7 +290,17 @@ class Session:
         if (fragment, round_) not in self._flights:
             # It came in after the send step. Where every island did, the round would never open, and so never end.
             self._send(fragment, round_)
-        header = self._flights.pop((fragment, round_)).result()
+        flight = self._flights.pop((fragment, round_))
+        try:
+            header = flight.result()
+        except Expired as error:
+            log.warning("fragment %d: %s; doing so", fragment, error.message)
+            header = pb.FetchHeader(outcome="expired")
+        if any(row[0] for row in self._group.numbers([header.outcome == "expired"])):
+            fresh = self.courier.fetch_anchor(fragment)
+            self._meet(fragment, fresh.version, fresh.round)
+            self._adopted[fragment] = (self.tokens, self.at_step)
+            return
         self.replica.position[fragment] = Position(header.version, round_ + 1)
         if header.outcome == "committed":
             self._share(fragment)

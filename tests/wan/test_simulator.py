@@ -11,7 +11,7 @@ from wan.sim_plants import PLANTS
 from wan.sim_run import Simulation
 from wan.simulator import main, play, play_all
 
-SEEDS = 200
+SEEDS = 1000
 """Runs that every test run plays; `make simulate` plays more."""
 FOUND_WITHIN = 60
 """Seeds within which every planted fault is found."""
