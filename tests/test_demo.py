@@ -8,6 +8,8 @@ import inspect
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,3 +200,18 @@ def test_a_state_and_its_export_write_alike(demo: Demo, exported: Path) -> None:
     assert write(state, "--seed", "1") != write(state, "--seed", "2")
     assert write(state).startswith("class ")
     assert len(write(state).encode()) >= len("class ") + 80
+
+
+@pytest.mark.slow
+def test_a_comparison_trains_data_parallel_and_one_island_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--compare", "--ranks-per-island", "2,1", "--steps", "20", "--sync-every", "10", "--out", str(out)]
+    command = [sys.executable, "-m", "diloco", "demo", *options]
+    subprocess.run(command, check=True, timeout=280, stdout=subprocess.DEVNULL)
+    summary = json.loads((out / "summary.json").read_text())
+    for name, loss in (("data-parallel", "loss_data_parallel"), ("one-island-alone", "loss_single")):
+        rows = [json.loads(line) for line in (out / "metrics" / f"{name}.jsonl").read_text().splitlines()]
+        trained = [row for row in rows if row["kind"] == "train"]
+        assert trained[-1]["tokens"] == summary["tokens"]
+        assert [row["loss"] for row in rows if row["kind"] == "end"] == [summary[loss]]
+        assert 0 < summary[loss] < 6

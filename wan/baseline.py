@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from wan.demo import Demo
 
 POLL_S = 0.4
+EVAL_SEQUENCES = 128
+"""Held-out sequences of every evaluation, so that curves and final losses are of the same text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,7 @@ def _prepare(demo: Demo, config: RunConfig, plan: Plan, slug: str) -> list[str]:
                 "text": tuple(str(Path(t).resolve()) for t in demo.text),
                 "batch_sequences": plan.sequences,
             },
-            "eval": {"every_steps": plan.evaluate_steps},
+            "eval": {"every_steps": plan.evaluate_steps, "sequences": EVAL_SEQUENCES},
             "metrics": {"dir": str((demo.out / "metrics").resolve())},
         }
     )
@@ -143,7 +145,6 @@ def main(run_path: str, island_path: str) -> None:
     from island.metrics import JsonLines, Metrics
     from island.model import Decoder
     from island.trainer import Trainer, held_out_loss
-    from wan.demo import EVAL_SEQUENCES
 
     run = load_run(Path(run_path).read_text(), run_path).value
     config = load_island(Path(island_path).read_text(), island_path).value

@@ -30,7 +30,7 @@ from island.group import Group
 from island.link import Link
 from island.model import Decoder, generate
 from island.trainer import held_out_loss
-from wan.baseline import compare
+from wan.baseline import EVAL_SEQUENCES, compare
 from wan.checkpoint import load
 from wan.processes import Processes
 from wan.progress import IslandView, Progress, RunView
@@ -39,7 +39,6 @@ from wan.report import Curve, IslandRow, Report, table, write
 START_TIMEOUT_S = 120.0
 POLL_S = 0.4
 PROMPT = "def "
-EVAL_SEQUENCES = 128
 SAMPLE_BYTES = 400
 
 MARK = "# Written by `diloco demo`, which removes this folder when it starts again.\n"
@@ -182,7 +181,7 @@ def prepare(demo: Demo, config: RunConfig) -> None:
                     "shards": len(demo.ranks),
                     "batch_sequences": demo.sequences,
                 },
-                "eval": {"every_steps": demo.sync_every if i == 0 else 0},
+                "eval": {"every_steps": demo.sync_every if i == 0 else 0, "sequences": EVAL_SEQUENCES},
                 "metrics": {"dir": str((out / "metrics").resolve())},
             }
         )
