@@ -25,6 +25,7 @@ CodecName = Literal["fp32", "bf16"]
 Strategy = Literal["whole", "sequential", "strided", "balanced"]
 BufferPolicy = Literal["local", "average", "first"]
 Weighting = Literal["tokens", "uniform"]
+LatePolicy = Literal["drop", "discount", "hold"]
 
 
 class RunSection(Settings):
@@ -112,6 +113,10 @@ class SyncConfig(Settings):
     embeddings: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*")
     """Name patterns of tensors outside any layer that belong to the first fragment; the rest go to the
     last."""
+    max_steps_without_coordinator: NonNegative = 500
+    """Inner steps that an island trains on past a sync while no coordinator answers; then it pauses. It also pauses
+    where the same fragment's next contribution falls due, since that needs the anchor which the missing answer
+    brings: so never more than `every_steps`. 0 pauses at the sync step."""
 
     @model_validator(mode="after")
     def _fits(self) -> SyncConfig:
@@ -178,11 +183,27 @@ class RoundsConfig(Settings):
     quorum: Positive = 1
     """Contributions without which a round is never committed."""
     grace_s: Annotated[float, Field(ge=0)] = 30.0
-    """Once the quorum has contributed, how long the round waits for the other active islands."""
+    """Once the quorum has contributed, how long the round waits at least for the other active islands."""
+    deviations: Annotated[float, Field(ge=0)] = 4.0
+    """The soft deadline follows what was observed: the round also waits until as long after its first contribution as
+    the last one came in recent rounds, the median plus this many median absolute deviations. 0 waits for `grace_s`
+    alone."""
+    progress_s: Seconds = 10.0
+    """An island whose upload has brought bytes within this time is still waited for when the soft deadline has passed,
+    though not past the hard one."""
     deadline_s: Seconds = 600.0
     """Hard limit of a round, from its first contribution. Below quorum it ends as skipped."""
+    late: LatePolicy = "drop"
+    """What becomes of a contribution whose round has ended: it is recorded and not used; folded into the open round
+    with its weight times `late_discount` for every version that it is behind; or folded into it with its whole
+    weight. It never counts towards a quorum."""
+    late_discount: Fraction = 0.5
+    """Factor on a late contribution's weight per version that its anchor is behind, with late = "discount"."""
+    late_rounds: Annotated[int, Field(ge=1, le=8)] = 2
+    """Rounds that a late contribution may be behind the open one; an older one is dropped."""
     lease_s: Seconds = 30.0
-    """An island that has sent no heartbeat for this long is lost. Islands send one every third of it."""
+    """An island that has sent no heartbeat for this long is lost, and suspected after half of it. Islands send one
+    every third of it."""
 
     @model_validator(mode="after")
     def _fits(self) -> RoundsConfig:
@@ -198,7 +219,30 @@ class SnapshotConfig(Settings):
     every_rounds: Positive = 1
     """A snapshot of the outer state is written after this many commits, and when the coordinator stops."""
     keep: Positive = 2
-    """Snapshots kept; older ones are removed once a newer one is complete."""
+    """Snapshots kept; older ones go once a newer one is complete, and the ledger is compacted behind the oldest."""
+    url: str = ""
+    """Where a copy of every snapshot goes as well, for a machine that is lost: any fsspec URL (s3://bucket/run,
+    gs://..., file:///mnt/...). Empty: nowhere. Credentials come from the environment."""
+    url_keep: Positive = 3
+    """Snapshots kept there."""
+
+
+class LimitsConfig(Settings):
+    """What the coordinator may use. They may be changed when it is started again."""
+
+    islands: Positive = 256
+    """Islands that may hold a lease at a time."""
+    streams: Positive = 64
+    """Bulk streams served at a time, uploads and downloads together. One holds about 4 chunks in memory."""
+    streams_per_island: Positive = 16
+    """Bulk streams of one island at a time; at least its ranks, so that each can send."""
+    disk_bytes: NonNegative = 0
+    """Contributions and updates kept in the state folder; 0 for no limit but the disk."""
+    disk_free_bytes: NonNegative = 256 * 2**20
+    """Space that is left free on the state folder's disk: below it contributions are refused for a while, and the
+    ledger can still be written."""
+    retry_s: Seconds = 5.0
+    """What an island that is refused for want of room is told to wait."""
 
 
 class RunConfig(Settings):
@@ -213,6 +257,7 @@ class RunConfig(Settings):
     wire: WireConfig = WireConfig()
     rounds: RoundsConfig = RoundsConfig()
     snapshot: SnapshotConfig = SnapshotConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:
@@ -233,8 +278,9 @@ class RunConfig(Settings):
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the canonical TOML of these settings."""
-        return hashlib.sha256(to_toml(self).encode()).hexdigest()
+        """SHA-256 (hex) of the canonical TOML of what islands must agree on: all but `snapshot` and `limits`."""
+        agreed = self.model_copy(update={"snapshot": SnapshotConfig(), "limits": LimitsConfig()})
+        return hashlib.sha256(to_toml(agreed).encode()).hexdigest()
 
 
 PRESETS: dict[str, Table] = {

@@ -16,7 +16,7 @@ from diloco.errors import CodecError, LayoutError
 from diloco.layout import Box, Layout, Piece
 from diloco.v1 import coordinator_pb2 as pb
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the protocol that this code speaks."""
 SERVICE = "diloco.v1.Coordinator"
 CONTROL_LIMIT_BYTES = 16 * 2**20

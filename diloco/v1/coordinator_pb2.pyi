@@ -4,8 +4,9 @@ isort:skip_file
 The protocol between islands and their coordinator. Islands open connections and accept none.
 
 Control RPCs carry protobuf messages. The bulk RPCs Push and Fetch carry raw bytes: the first message of a stream
-is a header (PushHeader, FetchRequest or FetchHeader, serialized), each following one is a chunk: 8 bytes XXH3-64
-of the payload (little-endian), then the payload. They are declared here with BytesFrame to name their methods.
+is a header (PushHeader, FetchRequest or FetchHeader, serialized), each following one is a chunk: 8 bytes offset of
+its first byte in the whole payload, 8 bytes XXH3-64 of its payload with that offset as seed (both little-endian),
+then its payload. They are declared here with BytesFrame to name their methods.
 """
 
 from collections import abc as _abc
@@ -248,6 +249,9 @@ class RunState(_message.Message):
     FRAGMENTS_FIELD_NUMBER: _builtins.int
     SEEDER_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    DIRECTIVE_FIELD_NUMBER: _builtins.int
+    DIRECTIVE_REASON_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """"gathering" (waiting for first parameters or islands), "running" or "done"."""
     reason: _builtins.str
@@ -256,6 +260,14 @@ class RunState(_message.Message):
     """The island that is to push the first parameters; empty once they are there."""
     step: _builtins.int
     """To a newcomer of a run under way: the furthest inner step of an active island, where it takes up the run."""
+    directive: _builtins.str
+    """What the island is to do: "" (train), "pause" (hold at the next step edge and go on beating) or "leave" (apply what
+    is in flight, then leave at a step edge).
+    """
+    directive_reason: _builtins.str
+    """Why, in words."""
+    paused: _builtins.str
+    """Why the run is paused; empty where it is not."""
     @_builtins.property
     def fragments(self) -> _containers.RepeatedCompositeFieldContainer[Global___FragmentState]: ...
     def __init__(
@@ -266,10 +278,13 @@ class RunState(_message.Message):
         fragments: _abc.Iterable[Global___FragmentState] | None = ...,
         seeder: _builtins.str = ...,
         step: _builtins.int = ...,
+        directive: _builtins.str = ...,
+        directive_reason: _builtins.str = ...,
+        paused: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fragments", b"fragments", "phase", b"phase", "reason", b"reason", "seeder", b"seeder", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directive", b"directive", "directive_reason", b"directive_reason", "fragments", b"fragments", "paused", b"paused", "phase", b"phase", "reason", b"reason", "seeder", b"seeder", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,6 +300,11 @@ class FragmentState(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     SEEDED_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    CONTRIBUTED_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    OPEN_S_FIELD_NUMBER: _builtins.int
+    SOFT_S_FIELD_NUMBER: _builtins.int
+    HARD_S_FIELD_NUMBER: _builtins.int
     fragment: _builtins.int
     """Number of the fragment."""
     version: _builtins.int
@@ -297,6 +317,20 @@ class FragmentState(_message.Message):
     """Whether the fragment has first parameters, and so a digest."""
     waiting_for: _builtins.str
     """What its open round waits for, in words; empty before its first contribution."""
+    open_s: _builtins.float
+    """Seconds since its first contribution."""
+    soft_s: _builtins.float
+    """Seconds until it ends without those that are missing, as things stand; NaN below quorum."""
+    hard_s: _builtins.float
+    """Seconds until it ends in any case."""
+    @_builtins.property
+    def contributed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Islands that have contributed to the open round."""
+
+    @_builtins.property
+    def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Islands that it waits for."""
+
     def __init__(
         self,
         *,
@@ -306,10 +340,15 @@ class FragmentState(_message.Message):
         digest: _builtins.int = ...,
         seeded: _builtins.bool = ...,
         waiting_for: _builtins.str = ...,
+        contributed: _abc.Iterable[_builtins.str] | None = ...,
+        missing: _abc.Iterable[_builtins.str] | None = ...,
+        open_s: _builtins.float = ...,
+        soft_s: _builtins.float = ...,
+        hard_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fragment", b"fragment", "round", b"round", "seeded", b"seeded", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributed", b"contributed", "digest", b"digest", "fragment", b"fragment", "hard_s", b"hard_s", "missing", b"missing", "open_s", b"open_s", "round", b"round", "seeded", b"seeded", "soft_s", b"soft_s", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -393,6 +432,8 @@ class StatusReply(_message.Message):
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     CONFIG_TOML_FIELD_NUMBER: _builtins.int
+    ROUNDS_ABORTED_FIELD_NUMBER: _builtins.int
+    PARTICIPATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     rounds_committed: _builtins.int
     """Commits of all fragments since the run began."""
@@ -405,6 +446,12 @@ class StatusReply(_message.Message):
     """Elements of the model."""
     config_toml: _builtins.str
     """The run's settings as canonical TOML."""
+    rounds_aborted: _builtins.int
+    """Rounds ended without an update although contributions had come, as by a stop."""
+    participation: _builtins.float
+    """Islands folded into the last commits, one per moving fragment, over the islands that were active then: 0 to 1; NaN
+    before the first.
+    """
     @_builtins.property
     def state(self) -> Global___RunState: ...
     @_builtins.property
@@ -421,14 +468,170 @@ class StatusReply(_message.Message):
         layout_digest: _builtins.str = ...,
         parameters: _builtins.int = ...,
         config_toml: _builtins.str = ...,
+        rounds_aborted: _builtins.int = ...,
+        participation: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "islands", b"islands", "layout_digest", b"layout_digest", "parameters", b"parameters", "rounds_committed", b"rounds_committed", "rounds_skipped", b"rounds_skipped", "run_id", b"run_id", "state", b"state", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "islands", b"islands", "layout_digest", b"layout_digest", "parameters", b"parameters", "participation", b"participation", "rounds_aborted", b"rounds_aborted", "rounds_committed", b"rounds_committed", "rounds_skipped", b"rounds_skipped", "run_id", b"run_id", "state", b"state", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAGMENT_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    fragment: _builtins.int
+    """The fragment that is asked about; all of them where `all`."""
+    all: _builtins.bool
+    def __init__(
+        self,
+        *,
+        fragment: _builtins.int = ...,
+        all: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "fragment", b"fragment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Sentences, the same as in the log, most important first."""
+
+    def __init__(
+        self,
+        *,
+        lines: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lines", b"lines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainReply: _TypeAlias = ExplainReply  # noqa: Y015
+
+@_typing.final
+class CommandRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERB_FIELD_NUMBER: _builtins.int
+    ISLAND_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    verb: _builtins.str
+    """"pause", "resume", "drain", "kick", "snapshot" or "stop"."""
+    island_id: _builtins.str
+    """The island that is meant, for "drain" and "kick"."""
+    reason: _builtins.str
+    """Why, in words."""
+    def __init__(
+        self,
+        *,
+        verb: _builtins.str = ...,
+        island_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["island_id", b"island_id", "reason", b"reason", "verb", b"verb"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandRequest: _TypeAlias = CommandRequest  # noqa: Y015
+
+@_typing.final
+class CommandReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    """What was done, in words."""
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandReply: _TypeAlias = CommandReply  # noqa: Y015
+
+@_typing.final
+class DeclineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ISLAND_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    island_id: _builtins.str
+    epoch: _builtins.int
+    fragment: _builtins.int
+    round: _builtins.int
+    reason: _builtins.str
+    """Why, in words."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        island_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        fragment: _builtins.int = ...,
+        round: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fragment", b"fragment", "island_id", b"island_id", "reason", b"reason", "round", b"round", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeclineRequest: _TypeAlias = DeclineRequest  # noqa: Y015
+
+@_typing.final
+class Resumption(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAVE_BYTES_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    have_bytes: _builtins.int
+    """Bytes of the payload, from its first, that need not be sent again."""
+    @_builtins.property
+    def receipt(self) -> Global___Receipt:
+        """Set where nothing is to be sent: the part is known, or does not count."""
+
+    def __init__(
+        self,
+        *,
+        have_bytes: _builtins.int = ...,
+        receipt: Global___Receipt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have_bytes", b"have_bytes", "receipt", b"receipt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumption: _TypeAlias = Resumption  # noqa: Y015
 
 @_typing.final
 class IslandStatus(_message.Message):
@@ -493,6 +696,8 @@ class PushHeader(_message.Message):
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FIRST_BYTE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     island_id: _builtins.str
     epoch: _builtins.int
@@ -507,11 +712,15 @@ class PushHeader(_message.Message):
     codec_id: _builtins.int
     codec_version: _builtins.int
     total_bytes: _builtins.int
-    """Payload bytes that follow."""
+    """Bytes of the whole payload."""
     tokens: _builtins.int
     """Tokens the island trained since it adopted the fragment's anchor."""
     steps: _builtins.int
     """Inner steps since then."""
+    digest: _builtins.str
+    """XXH3-128 (hex) of the whole payload: the same key with another digest is another push."""
+    first_byte: _builtins.int
+    """First byte that follows; what is before it has come already."""
     @_builtins.property
     def pieces(self) -> _containers.RepeatedCompositeFieldContainer[Global___Piece]:
         """The rank's pieces, in the order of the payload."""
@@ -533,10 +742,12 @@ class PushHeader(_message.Message):
         total_bytes: _builtins.int = ...,
         tokens: _builtins.int = ...,
         steps: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        first_byte: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "codec_id", b"codec_id", "codec_version", b"codec_version", "epoch", b"epoch", "fragment", b"fragment", "island_id", b"island_id", "pieces", b"pieces", "rank", b"rank", "round", b"round", "run_id", b"run_id", "seed", b"seed", "steps", b"steps", "tokens", b"tokens", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "codec_id", b"codec_id", "codec_version", b"codec_version", "digest", b"digest", "epoch", b"epoch", "first_byte", b"first_byte", "fragment", b"fragment", "island_id", b"island_id", "pieces", b"pieces", "rank", b"rank", "round", b"round", "run_id", b"run_id", "seed", b"seed", "steps", b"steps", "tokens", b"tokens", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -548,19 +759,23 @@ class Receipt(_message.Message):
 
     DUPLICATE_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
+    LATE_FIELD_NUMBER: _builtins.int
     duplicate: _builtins.bool
     """Whether the part was new, or known already and the same."""
     dropped: _builtins.str
     """"" where the contribution counts; else why it is recorded as dropped."""
+    late: _builtins.str
+    """Where the contribution came late and is folded into a later round, how, in words."""
     def __init__(
         self,
         *,
         duplicate: _builtins.bool = ...,
         dropped: _builtins.str = ...,
+        late: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "duplicate", b"duplicate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "duplicate", b"duplicate", "late", b"late"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -578,6 +793,9 @@ class FetchRequest(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    FIRST_BYTE_FIELD_NUMBER: _builtins.int
+    LENGTH_BYTES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     island_id: _builtins.str
     epoch: _builtins.int
@@ -588,6 +806,14 @@ class FetchRequest(_message.Message):
     """The round whose outcome is asked for."""
     wait_s: _builtins.float
     """Seconds the coordinator may wait for the round to end before it answers "open"."""
+    first_byte: _builtins.int
+    """First byte of the payload to send; what is before it is here already."""
+    length_bytes: _builtins.int
+    """Bytes to send; 0 for all to the end."""
+    version: _builtins.int
+    """With `anchor` and `first_byte`: the version whose rest is asked for. Where it is no longer kept, the answer is the
+    current version from its first byte.
+    """
     @_builtins.property
     def pieces(self) -> _containers.RepeatedCompositeFieldContainer[Global___Piece]:
         """Pieces to send, in the order to send them."""
@@ -603,10 +829,13 @@ class FetchRequest(_message.Message):
         round: _builtins.int = ...,
         pieces: _abc.Iterable[Global___Piece] | None = ...,
         wait_s: _builtins.float = ...,
+        first_byte: _builtins.int = ...,
+        length_bytes: _builtins.int = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "epoch", b"epoch", "fragment", b"fragment", "island_id", b"island_id", "pieces", b"pieces", "round", b"round", "run_id", b"run_id", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "epoch", b"epoch", "first_byte", b"first_byte", "fragment", b"fragment", "island_id", b"island_id", "length_bytes", b"length_bytes", "pieces", b"pieces", "round", b"round", "run_id", b"run_id", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -624,8 +853,9 @@ class FetchHeader(_message.Message):
     CODEC_ID_FIELD_NUMBER: _builtins.int
     CODEC_VERSION_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    FIRST_BYTE_FIELD_NUMBER: _builtins.int
     outcome: _builtins.str
-    """"committed" (an update follows), "skipped", "open" (ask again), or "anchor" (whole values follow)."""
+    """"committed" (an update follows), "skipped", "aborted", "open" (ask again), or "anchor" (whole values follow)."""
     reason: _builtins.str
     """Why, in words."""
     version: _builtins.int
@@ -637,7 +867,9 @@ class FetchHeader(_message.Message):
     codec_id: _builtins.int
     codec_version: _builtins.int
     total_bytes: _builtins.int
-    """Payload bytes that follow."""
+    """Bytes of the whole payload."""
+    first_byte: _builtins.int
+    """First byte that follows."""
     def __init__(
         self,
         *,
@@ -649,10 +881,11 @@ class FetchHeader(_message.Message):
         codec_id: _builtins.int = ...,
         codec_version: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
+        first_byte: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_id", b"codec_id", "codec_version", b"codec_version", "digest", b"digest", "outcome", b"outcome", "reason", b"reason", "round", b"round", "total_bytes", b"total_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_id", b"codec_id", "codec_version", b"codec_version", "digest", b"digest", "first_byte", b"first_byte", "outcome", b"outcome", "reason", b"reason", "round", b"round", "total_bytes", b"total_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

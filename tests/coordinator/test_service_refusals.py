@@ -110,7 +110,7 @@ SPEC = pb.TensorSpec(name="w", shape=[2], kind="parameter")
 @pytest.mark.parametrize(
     ("fields", "kind", "words"),
     [
-        ({"protocol_min": PROTOCOL + 1, "protocol_max": PROTOCOL + 2}, RunMismatch, "speaks protocols 2 to 3, this"),
+        ({"protocol_min": PROTOCOL + 1, "protocol_max": PROTOCOL + 2}, RunMismatch, "speaks protocols 3 to 4, this"),
         ({"protocol_min": 0, "protocol_max": PROTOCOL - 1}, RunMismatch, "install matching versions"),
         ({"island_id": ""}, Malformed, "an island id, 1 to 64 letters, digits, '.', '_' and '-', not ''"),
         ({"island_id": "../../etc"}, Malformed, r"not '\.\./\.\./etc'"),
