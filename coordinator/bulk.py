@@ -13,12 +13,12 @@ import xxhash
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from coordinator import rounds
 from coordinator.answers import Context, abort, answers, to_bytes
 from coordinator.fold import Part
 from coordinator.inbox import Stored, select
-from coordinator.run import Outcome, Run
+from coordinator.run import Outcome, Run, Taken
 from coordinator.store import Spool, read_payload
+from coordinator.words import waiting_for
 from diloco.codec import CODECS, by_id
 from diloco.errors import DilocoError, Malformed
 from diloco.framing import chunks, pieces_from_proto
@@ -47,13 +47,9 @@ class Bulk:
         """Takes one rank's part of a contribution, or of the first parameters."""
         header = await self._push_header(messages)
         run = self._run
-        if not header.seed:
-            dropped = run.expected(header.fragment, header.round, header.base_version)
-            if dropped:
-                if run.knows(header.island_id, header.epoch, header.rank, header.fragment, header.round):
-                    return pb.Receipt(duplicate=True)  # the receipt was lost on its way
-                await run.take(self._late(header))
-                return pb.Receipt(dropped=dropped)
+        key = header.island_id, header.fragment, header.round
+        if not header.seed and run.expected(*key, header.base_version):
+            return _receipt(await run.late(*_key(header), header.tokens))
         spool = Spool(run.store.inbox_path(f"{xxhash.xxh3_64_hexdigest(header.SerializeToString())}.partial"))
         try:
             async for message in messages:
@@ -81,8 +77,7 @@ class Bulk:
             path = spool.publish(run.store.inbox_path(f"{name}-{spool.digest}"))
             return Stored(pieces=pieces, codec=codec, path=path, digest=spool.digest)
 
-        duplicate, dropped = await run.contribute(*key, header.rank, header.fragment, header.round, keep, header.tokens)
-        return pb.Receipt(duplicate=duplicate, dropped=dropped)
+        return _receipt(await run.contribute(_key(header), keep, header.tokens, header.steps))
 
     async def _push_header(self, messages: AsyncIterator[bytes]) -> pb.PushHeader:
         """Reads and checks a header, so that no more is received than can be meant."""
@@ -114,10 +109,6 @@ class Bulk:
             raise Malformed(f"the pieces are more than fragment {fragment} is")
         return pieces
 
-    def _late(self, header: pb.PushHeader) -> rounds.Contributed:
-        entry = rounds.Entry(island=header.island_id, epoch=header.epoch, tokens=header.tokens)
-        return rounds.Contributed(fragment=header.fragment, round=header.round, entry=entry)
-
     async def fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[bytes]:
         """Sends pieces of an update, or of anchors as they stand."""
         try:
@@ -145,7 +136,7 @@ class Bulk:
             wait_s = min(MAX_WAIT_S, max(0.0, request.wait_s))
             outcome = await run.outcome(request.fragment, request.round, wait_s)
             if outcome is None:
-                reason = rounds.waiting_for(run.state, request.fragment, run.clock())
+                reason = waiting_for(run.state, request.fragment, run.clock())
                 return pb.FetchHeader(outcome="open", reason=reason), iter(())
             header = self._outcome_header(outcome)
             if outcome.update is None:
@@ -164,8 +155,17 @@ class Bulk:
 
     def _outcome_header(self, outcome: Outcome) -> pb.FetchHeader:
         return pb.FetchHeader(
-            outcome="committed" if outcome.committed else "skipped",
+            outcome=outcome.ended,
             reason=outcome.reason,
             version=outcome.version,
             digest=outcome.digest & (2**64 - 1),
         )
+
+
+def _key(header: pb.PushHeader) -> tuple[str, int, int, int, int]:
+    """Island, epoch, rank, fragment and round of a push."""
+    return header.island_id, header.epoch, header.rank, header.fragment, header.round
+
+
+def _receipt(taken: Taken) -> pb.Receipt:
+    return pb.Receipt(duplicate=taken.duplicate, dropped=taken.dropped, late=taken.late)

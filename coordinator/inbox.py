@@ -72,6 +72,9 @@ class Inbound:
     epoch: int
     coverage: Coverage
     tokens: int = 0
+    steps: int = 0
+    carried: bool = False
+    """Whether it came late and is folded into a later round than its own."""
     parts: dict[int, Stored] = field(default_factory=dict)
 
     def check(self, rank: int, stored: Stored) -> bool:
@@ -128,11 +131,18 @@ class Inbox:
             known = islands[island] = Inbound(epoch=epoch, coverage=Coverage(fragment))
         return known
 
-    def whole(self, fragment: int, round_: int) -> Iterator[tuple[str, Inbound]]:
-        """The complete contributions to a round, by island."""
-        for island, inbound in self._rounds.get((fragment, round_), {}).items():
-            if inbound.coverage.whole:
-                yield island, inbound
+    def whole(self, fragment: int) -> Iterator[tuple[int, str, Inbound]]:
+        """The complete contributions to a fragment's rounds: (round, island, contribution)."""
+        for (number, round_), islands in self._rounds.items():
+            for island, inbound in islands.items():
+                if number == fragment and inbound.coverage.whole and not inbound.carried:
+                    yield round_, island, inbound
+
+    def carry(self, fragment: int, round_: int, island: str, into: int) -> None:
+        """Moves a late contribution to the round it is folded into, under the name "island@round"."""
+        inbound = self._rounds[fragment, round_].pop(island)
+        inbound.carried = True
+        self._rounds.setdefault((fragment, into), {})[f"{island}@{round_}"] = inbound
 
     def parts(self, fragment: int, round_: int, island: str) -> list[Stored]:
         """The parts of an island's contribution."""
@@ -147,10 +157,20 @@ class Inbox:
         """Whether a file is part of a contribution."""
         return any(i.holds(path) for islands in self._rounds.values() for i in islands.values())
 
-    def drop(self, fragment: int, round_: int) -> None:
-        """Removes the contributions to a round that came to nothing, and their files."""
-        for inbound in self._rounds.pop((fragment, round_), {}).values():
-            inbound.discard()
+    def drop(self, fragment: int, round_: int, island: str) -> None:
+        """Removes an island's contribution to a round, which came to nothing, and its files."""
+        self._rounds[fragment, round_].pop(island).discard()
+
+    def close(self, fragment: int, round_: int, *, keep_partial: bool) -> None:
+        """Removes the contributions to a round that came to nothing, and their files.
+
+        Those of which parts are still missing may yet be completed, and count late, where that is allowed.
+        """
+        islands = self._rounds.pop((fragment, round_), {})
+        for name in [n for n, i in islands.items() if i.coverage.whole or not keep_partial]:
+            islands.pop(name).discard()
+        if islands:
+            self._rounds[fragment, round_] = islands
 
     def forget(self, fragment: int, before: int) -> None:
         """Removes contributions to rounds of a fragment before round `before`, and their files."""

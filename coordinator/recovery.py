@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from coordinator import facts, rounds
+from coordinator import facts, rounds, state
+from coordinator.facts import Carried, Committed, Ended
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import Inbox, Stored
 from coordinator.ledger import Ledger, Row
@@ -41,7 +42,7 @@ def layout_row(layout: Layout) -> tuple[str, dict[str, Any]]:
 
 
 def part_row(
-    island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int
+    island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int, steps: int
 ) -> tuple[str, dict[str, Any]]:
     """One rank's part of a contribution, which is durable under `stored.path`."""
     return "part", {
@@ -51,6 +52,7 @@ def part_row(
         "fragment": fragment,
         "round": round_,
         "tokens": tokens,
+        "steps": steps,
         "file": stored.path.name,
         "digest": stored.digest,
         "codec": [stored.codec.id, stored.codec.version],
@@ -70,17 +72,17 @@ def folded_row(fragment: int, round_: int, outer: Outer) -> tuple[str, dict[str,
 class Recovered:
     """What the ledger and the newest snapshot say together."""
 
-    state: rounds.State
+    state: state.State
     layout: Layout | None = None
     fragments: tuple[Fragment, ...] = ()
     outers: list[Outer] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     inbox: Inbox = field(default_factory=Inbox)
-    pending: list[rounds.Committed | rounds.Skipped] = field(default_factory=list)
+    pending: list[Ended] = field(default_factory=list)
     """Rounds that have ended and that the snapshot does not hold, in their order."""
     digests: dict[tuple[int, int], str] = field(default_factory=dict)
     """(fragment, version) -> digest, for every round that was folded."""
-    ends: dict[tuple[int, int], tuple[rounds.Committed | rounds.Skipped, int]] = field(default_factory=dict)
+    ends: dict[tuple[int, int], tuple[Ended, int]] = field(default_factory=dict)
     """(fragment, round) -> how it ended, and at which version, for every round that has ended."""
     fresh: bool = True
     """Whether the ledger was empty."""
@@ -97,7 +99,7 @@ class Recovered:
             for round_ in range(max(0, ended - UPDATES_KEPT), ended):
                 end, version = self.ends[fragment, round_]
                 digest = combine(int(self.digests.get((fragment, version), "0"), 16))
-                yield Past(fragment, round_, isinstance(end, rounds.Committed), end.reason, version, digest)
+                yield Past(fragment, round_, type(end).__name__.lower(), end.reason, version, digest)
 
 
 class Past(NamedTuple):
@@ -105,7 +107,8 @@ class Past(NamedTuple):
 
     fragment: int
     round: int
-    committed: bool
+    ended: str
+    """"committed", "skipped" or "aborted"."""
     reason: str
     version: int
     digest: int
@@ -141,7 +144,7 @@ def recover(ledger: Ledger, config: RunConfig, root: Path, *, oldest: bool = Fal
 
 def replay(rows: Iterable[Row], config: RunConfig, root: Path, locate: Locate) -> Recovered:
     """Folds the rows of a ledger; the outer state is still missing (`Recovered.over`)."""
-    found = Recovered(state=rounds.start(config.rounds, config.merge.weights, Schedule.of(config)))
+    found = Recovered(state=state.begin(config.rounds, config.merge.weights, Schedule.of(config)))
     for row in rows:
         found.fresh = False
         try:
@@ -165,11 +168,13 @@ def _replay(found: Recovered, row: Row, config: RunConfig, root: Path, locate: L
             found.digests[body["fragment"], body["version"]] = body["digest"]
         case kind if facts.is_fact(kind):
             fact = facts.decode(kind, body)
-            found.state = rounds.apply(found.state, fact, 0.0)
-            if isinstance(fact, rounds.Committed | rounds.Skipped):
+            found.state = state.apply(found.state, fact, 0.0)
+            if isinstance(fact, Carried):
+                found.inbox.carry(fact.fragment, fact.round, fact.entry.island, fact.into)
+            if isinstance(fact, Ended):
                 found.pending.append(fact)
-                if isinstance(fact, rounds.Skipped):
-                    found.inbox.drop(fact.fragment, fact.round)
+                if not isinstance(fact, Committed):
+                    found.inbox.close(fact.fragment, fact.round, keep_partial=config.rounds.late != "drop")
                 found.ends[fact.fragment, fact.round] = fact, found.state.rounds[fact.fragment].version
         case kind:
             raise InputError(f"the ledger in {root} has a fact of kind '{kind}', which this version does not know")
@@ -186,10 +191,10 @@ def _stored(body: dict[str, Any], root: Path) -> Stored:
 
 def _replay_part(found: Recovered, body: dict[str, Any], stored: Stored) -> None:
     fragment, round_, island = found.fragments[body["fragment"]], body["round"], body["island"]
-    accepted = rounds.counts(found.state, fragment.index, round_, island)
+    accepted = rounds.counted(found.state, fragment.index, round_, island) is not None
     inbound = found.inbox.inbound(fragment, round_, island, body["epoch"], accepted=accepted)
     if inbound:
-        inbound.tokens = body["tokens"]
+        inbound.tokens, inbound.steps = body["tokens"], body.get("steps", 0)
         try:
             inbound.add(body["rank"], stored)
         except Malformed as error:
@@ -228,7 +233,7 @@ def verify(ledger: Ledger, root: Path) -> Iterable[tuple[int, int, str]]:
     found = recover(ledger, config, root, oldest=True)
     down = CODECS[config.wire.down]
     for end in found.pending:
-        if isinstance(end, rounds.Skipped) or (end.fragment, end.version) not in found.digests:
+        if not isinstance(end, Committed) or (end.fragment, end.version) not in found.digests:
             continue
         fragment = found.fragments[end.fragment]
         parts = {i: [_checked(s) for s in found.inbox.parts(end.fragment, end.round, i)] for i in end.shares}

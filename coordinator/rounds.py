@@ -1,103 +1,54 @@
-"""Rounds and membership as a pure state machine: (state, event, now) -> (state, decisions).
+"""Rounds and membership as a pure state machine: (state, event, now) -> (state, facts).
 
 No clock, no I/O, no randomness: `now` is seconds on the caller's monotonic clock, and every decision carries its
 reason in words. The service, the tests and the simulator drive the same function.
 
-Decisions are facts. `step` only finds out which facts follow from an event; `apply` alone changes the state by a
-fact. So the state is a fold of `apply` over the facts, and a coordinator that kept them finds itself where it was.
-What a heartbeat brings (leases, readiness) is no fact: it is forgotten, and comes again.
+Decisions are facts. `step` only finds out which facts follow from an event; `state.apply` alone changes the state by a
+fact. So the state is a fold over the facts, and a coordinator that kept them finds itself where it was. What a
+heartbeat or the progress of an upload brings is no fact: it is forgotten, and comes again.
 
 A round of a fragment collects contributions for the fragment's next version. It ends
 
-    committed   all active islands have contributed, or the quorum has and the grace period is over
-    skipped     the deadline has passed below quorum, or no contribution can come or be used
+    committed   all active islands have contributed, or the quorum has and the soft deadline has passed
+    skipped     the hard deadline has passed below quorum, or no contribution can come or be used
+    aborted     the run is stopped
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
+from statistics import median
 
-from diloco.config import RoundsConfig, Weighting
-from diloco.errors import Malformed, StaleEpoch
-from diloco.merge import shares
-from diloco.schedule import Schedule
+from coordinator.facts import (
+    Aborted,
+    Accepted,
+    Admitted,
+    Carried,
+    Committed,
+    Draining,
+    Dropped,
+    Entry,
+    Fact,
+    Gone,
+    Moved,
+    Paused,
+    Phase,
+    Planted,
+    Resumed,
+    Skipped,
+    Standing,
+    Stopping,
+    Suspected,
+    Trusted,
+)
+from coordinator.state import Member, Past, Round, State, apply, with_member, with_round
+from diloco.errors import Dismissed, Malformed, Refused, StaleEpoch
+from diloco.merge import shares, weight
 
-
-class Standing(StrEnum):
-    """Where an island stands in the run."""
-
-    JOINING = "JOINING"
-    ACTIVE = "ACTIVE"
-    LOST = "LOST"
-    LEFT = "LEFT"
-
-
-class Phase(StrEnum):
-    """Where the run stands."""
-
-    GATHERING = "gathering"
-    RUNNING = "running"
-    DONE = "done"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One island's membership: a lease under an epoch."""
-
-    id: str
-    epoch: int
-    lease_until: float
-    standing: Standing = Standing.JOINING
-    ranks: int = 0
-    ready: bool = False
-    """Anchors are loaded."""
-    reason: str = ""
-    contributions: int = 0
-    dropped: int = 0
-
-    @property
-    def present(self) -> bool:
-        return self.standing in (Standing.JOINING, Standing.ACTIVE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A complete contribution of one island to a round."""
-
-    island: str
-    epoch: int
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """The open round of one fragment."""
-
-    version: int = 0
-    round: int = 0
-    opened_at: float | None = None
-    """When the first contribution came."""
-    quorum_at: float | None = None
-    entries: Mapping[str, Entry] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    """Islands whose contribution cannot be used, and why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """All that decisions depend on."""
-
-    config: RoundsConfig
-    weights: Weighting
-    schedule: Schedule
-    phase: Phase = Phase.GATHERING
-    seeded: bool = False
-    seeder: str = ""
-    last_epoch: int = 0
-    members: Mapping[str, Member] = field(default_factory=dict)
-    rounds: tuple[Round, ...] = ()
+OBSERVED = 3
+"""Rounds whose arrivals must have been seen before the soft deadline follows them."""
+LEAST_DEVIATION = 0.05
+"""The deviation of arrivals is taken as at least this share of their median, for islands as steady as a clock."""
 
 
 # -- events -------------------------------------------------------------------------------------------------------
@@ -135,6 +86,15 @@ class Seeded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Progressed:
+    """Bytes of an island's contribution have come."""
+
+    fragment: int
+    round: int
+    island: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Contributed:
     """A contribution is complete and durable."""
 
@@ -145,12 +105,49 @@ class Contributed:
 
 @dataclass(frozen=True, kw_only=True)
 class Spoiled:
-    """An island's contribution cannot be used."""
+    """An island's contribution cannot be used, or will not come."""
 
     fragment: int
     round: int
     island: str
     epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """An operator pauses the run."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """An operator lets a paused run go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain:
+    """An operator asks an island to leave."""
+
+    island: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kick:
+    """An operator ends an island's lease."""
+
+    island: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """An operator asks all islands to leave."""
+
     reason: str
 
 
@@ -159,95 +156,13 @@ class Tick:
     """Time has passed."""
 
 
-Event = Joined | Beat | Leaving | Seeded | Contributed | Spoiled | Tick
-
-# -- facts --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Admitted:
-    """The island holds a lease under `epoch`."""
-
-    island: str
-    epoch: int
-    reason: str
-    ranks: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gone:
-    """The island no longer holds a lease; rounds do not wait for it."""
-
-    island: str
-    standing: Standing
-    reason: str
-
-
-@dataclass(frozen=True)
-class Planted:
-    """The first parameters are complete."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """The run entered a phase; `active` islands took part in its start."""
-
-    phase: Phase
-    reason: str
-    active: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accepted:
-    """A contribution counts in its round."""
-
-    fragment: int
-    round: int
-    entry: Entry
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dropped:
-    """A contribution is recorded and not folded. `spoiled`: its round no longer waits for the island."""
-
-    fragment: int
-    round: int
-    island: str
-    reason: str
-    spoiled: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Committed:
-    """The round ends; its contributions are folded into `version` with these shares, in this order."""
-
-    fragment: int
-    round: int
-    version: int
-    shares: Mapping[str, float]
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Skipped:
-    """The round ends; the anchor stays."""
-
-    fragment: int
-    round: int
-    reason: str
-
-
-Fact = Admitted | Gone | Planted | Moved | Accepted | Dropped | Committed | Skipped
-
-
-def start(config: RoundsConfig, weights: Weighting, schedule: Schedule, *, epoch: int = 0) -> State:
-    """The state of a run that nobody has joined; epochs begin above `epoch`."""
-    rounds = tuple(Round() for _ in schedule.offsets)
-    return State(config=config, weights=weights, schedule=schedule, rounds=rounds, last_epoch=epoch)
+Event = (
+    Joined | Beat | Leaving | Seeded | Progressed | Contributed | Spoiled | Pause | Resume | Drain | Kick | Stop | Tick
+)  # fmt: skip
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, list[Fact]]:
-    """Takes one event. Events that no correct island sends raise and change nothing.
+    """Takes one event. Events that no correct island or operator sends raise and change nothing.
 
     Args:
         state: the state before.
@@ -258,8 +173,9 @@ def step(state: State, event: Event, now: float) -> tuple[State, list[Fact]]:
         The state after, and the facts in their order. They are to be durable before anybody hears of them.
 
     Raises:
-        StaleEpoch: the event is from an epoch that is over.
-        Malformed: the event names a round that cannot be.
+        StaleEpoch, Dismissed: the event is from an epoch that is over.
+        Malformed: the event names a round or an island that cannot be.
+        Refused: the run is being stopped and takes no more islands.
     """
     state, pending = _respond(state, event, now)
     facts: list[Fact] = []
@@ -271,107 +187,98 @@ def step(state: State, event: Event, now: float) -> tuple[State, list[Fact]]:
     return state, facts
 
 
-def apply(state: State, fact: Fact, now: float) -> State:
-    """The state after a fact. Total: a fact has happened, so it is never refused."""
-    match fact:
-        case Admitted():
-            old = state.members.get(fact.island)
-            member = Member(
-                id=fact.island,
-                epoch=fact.epoch,
-                lease_until=now + state.config.lease_s,
-                ranks=fact.ranks,
-                contributions=old.contributions if old else 0,
-                dropped=old.dropped if old else 0,
-            )
-            seeder = "" if state.seeder == fact.island else state.seeder
-            return _elect(replace(_with(state, member), last_epoch=fact.epoch, seeder=seeder))
-        case Gone():
-            member = replace(state.members[fact.island], standing=fact.standing, ready=False, reason=fact.reason)
-            return _elect(_with(state, member))
-        case Planted():
-            return replace(state, seeded=True, seeder="")
-        case Moved():
-            for island in fact.active:
-                state = _with(state, replace(state.members[island], standing=Standing.ACTIVE))
-            return replace(state, phase=fact.phase)
-        case Accepted():
-            current, entry = state.rounds[fact.fragment], fact.entry
-            entries = {**current.entries, entry.island: entry}
-            quorum = now if len(entries) == state.config.quorum else current.quorum_at
-            current = replace(_opened(current, now), entries=entries, quorum_at=quorum)
-            return _with_round(_active(state, entry.island), fact.fragment, current)
-        case Dropped():
-            member = state.members[fact.island]
-            state = _with(state, replace(member, dropped=member.dropped + 1))
-            if not fact.spoiled:
-                return _active(state, fact.island)
-            current = _opened(state.rounds[fact.fragment], now)
-            refused = {**current.refused, fact.island: fact.reason}
-            return _with_round(state, fact.fragment, replace(current, refused=refused))
-        case Committed():
-            return _close(state, fact.fragment, fact.version)
-        case Skipped():
-            return _close(state, fact.fragment, None)
-
-
-def revive(state: State, now: float) -> State:
-    """The state of a coordinator that has just started again from its facts.
-
-    Islands get a full lease to report under the epochs they hold, and open rounds a full deadline: for how long nobody
-    answered is not known.
-    """
-    for member in state.members.values():
-        state = _with(state, replace(member, lease_until=now + state.config.lease_s))
-    for fragment, current in enumerate(state.rounds):
-        if current.opened_at is not None:
-            quorum = now if len(current.entries) >= state.config.quorum else None
-            state = _with_round(state, fragment, replace(current, opened_at=now, quorum_at=quorum))
-    return state
-
-
-# -- what follows from an event -------------------------------------------------------------------------------------
+# -- what an event brings by itself -----------------------------------------------------------------------------------
 
 
 def _respond(state: State, event: Event, now: float) -> tuple[State, list[Fact]]:
-    """The facts that an event brings by itself; only a heartbeat changes the state without one."""
+    """The state that an event leaves without any fact, and the facts that it brings."""
     match event:
         case Joined():
-            reason = "came back" if event.island in state.members else "new"
-            return state, [Admitted(island=event.island, epoch=state.last_epoch + 1, reason=reason, ranks=event.ranks)]
+            return state, [_admit(state, event)]
         case Beat():
-            member = member_of(state, event.island, event.epoch)
-            lease, ready = now + state.config.lease_s, event.ready or member.ready
-            state = _with(state, replace(member, lease_until=lease, ready=ready))
-            return state, _follow(state, now)
+            return _beat(state, event, now)
         case Leaving():
             member_of(state, event.island, event.epoch)
             return state, [Gone(island=event.island, standing=Standing.LEFT, reason=event.reason)]
         case Seeded():
             return state, [Planted()]
+        case Progressed():
+            return _progress(state, event, now), []
         case Contributed():
-            return state, [_judge(state, event)]
+            return state, [_judge(state, event, now)]
         case Spoiled():
             return state, _spoil(state, event)
+        case Pause():
+            return state, [] if state.paused else [Paused(reason=event.reason)]
+        case Resume():
+            return state, [Resumed(reason=event.reason)] if state.paused else []
+        case Drain():
+            island = _present(state, event.island)
+            known = island.standing is Standing.DRAINING
+            return state, [] if known else [Draining(island=event.island, reason=event.reason)]
+        case Kick():
+            _present(state, event.island)
+            return state, [Gone(island=event.island, standing=Standing.LEFT, reason=event.reason, dismissed=True)]
+        case Stop():
+            return state, [] if state.stopping else [Stopping(reason=event.reason)]
         case Tick():
-            return state, _expired(state, now) or _follow(state, now)
+            return state, _silent(state, now) or _follow(state, now)
 
 
-def _judge(state: State, event: Contributed) -> Accepted | Dropped:
-    entry, current = event.entry, state.rounds[event.fragment]
+def _admit(state: State, event: Joined) -> Admitted:
+    if state.stopping:
+        raise Refused(f"the run is being stopped ({state.stopping}): join when its coordinator is started again")
+    reason = "came back" if event.island in state.members else "new"
+    return Admitted(island=event.island, epoch=state.last_epoch + 1, reason=reason, ranks=event.ranks)
+
+
+def _beat(state: State, event: Beat, now: float) -> tuple[State, list[Fact]]:
+    member = member_of(state, event.island, event.epoch)
+    lease, ready = now + state.config.lease_s, event.ready or member.ready
+    state = with_member(state, replace(member, lease_until=lease, ready=ready))
+    if member.standing is Standing.SUSPECT:
+        return state, [Trusted(island=event.island)]
+    return state, _follow(state, now)
+
+
+def _progress(state: State, event: Progressed, now: float) -> State:
+    if event.fragment >= len(state.rounds) or state.rounds[event.fragment].round != event.round:
+        return state
+    current = state.rounds[event.fragment]
+    return with_round(state, event.fragment, replace(current, progress={**current.progress, event.island: now}))
+
+
+def _judge(state: State, event: Contributed, now: float) -> Accepted | Carried | Dropped:
+    entry, fragment = event.entry, event.fragment
     member_of(state, entry.island, entry.epoch)
-    reason = lateness(state, event.fragment, event.round)
-    if not reason and entry.island in current.entries:
-        reason = f"{entry.island} has already contributed to round {event.round}"
-    if reason:
-        return Dropped(fragment=event.fragment, round=event.round, island=entry.island, reason=reason)
-    return Accepted(fragment=event.fragment, round=event.round, entry=entry)
+    current = state.rounds[fragment]
+    reason = reception(state, fragment, event.round, entry.island)
+    if reason or event.round == current.round:
+        opened = current.opened_at if event.round == current.round else opened_at(state, fragment, event.round)
+        lag = 0.0 if opened is None else now - opened
+        if not reason:
+            return Accepted(fragment=fragment, round=event.round, entry=entry, lag_s=lag)
+        return Dropped(fragment=fragment, round=event.round, island=entry.island, reason=reason, lag_s=lag)
+    past = _past(state, fragment, event.round)
+    assert past is not None
+    behind = current.version - past.version
+    factor = state.config.late_discount**behind if state.config.late == "discount" else 1.0
+    why = f"round {event.round} had ended; it counts in round {current.round} with its weight times {factor:g}"
+    return Carried(
+        fragment=fragment,
+        round=event.round,
+        into=current.round,
+        entry=entry,
+        factor=factor,
+        reason=why,
+        lag_s=0.0 if past.opened_at is None else now - past.opened_at,
+    )
 
 
 def _spoil(state: State, event: Spoiled) -> list[Fact]:
     member_of(state, event.island, event.epoch)
     current = state.rounds[event.fragment]
-    late = lateness(state, event.fragment, event.round)
+    late = bool(lateness(state, event.fragment, event.round))
     if not late and event.island in current.refused:
         return []  # another part of the same contribution
     spoiled = not late and event.island not in current.entries
@@ -381,19 +288,27 @@ def _spoil(state: State, event: Spoiled) -> list[Fact]:
     return [fact]
 
 
-def _expired(state: State, now: float) -> list[Fact]:
-    reason = f"no heartbeat for {state.config.lease_s:g} s"
-    return [
-        Gone(island=m.id, standing=Standing.LOST, reason=reason)
-        for m in state.members.values()
-        if m.present and now >= m.lease_until
-    ]
+def _silent(state: State, now: float) -> list[Fact]:
+    """Islands that have not been heard for half of a lease, and for a whole one."""
+    lease = state.config.lease_s
+    found: list[Fact] = []
+    for member in state.members.values():
+        if member.present and now >= member.lease_until:
+            reason = f"no heartbeat for {lease:g} s"
+            found.append(Gone(island=member.id, standing=Standing.LOST, reason=reason))
+        elif member.standing is Standing.ACTIVE and now >= member.lease_until - lease / 2:
+            found.append(Suspected(island=member.id, reason=f"no heartbeat for {lease / 2:g} s"))
+    return found
+
+
+# -- what follows from a state ----------------------------------------------------------------------------------------
 
 
 def _follow(state: State, now: float) -> list[Fact]:
     """The facts that follow from a state at a time: the run starts, rounds end, the run is done."""
-    if state.phase is Phase.GATHERING and state.seeded:
-        ready = tuple(sorted(m.id for m in state.members.values() if m.present and m.ready))
+    if state.phase is Phase.GATHERING and state.seeded and not state.stopping:
+        able = (m for m in state.members.values() if m.present and m.standing is not Standing.DRAINING)
+        ready = tuple(sorted(m.id for m in able if m.ready))
         if len(ready) >= state.config.start_islands:
             return [Moved(phase=Phase.RUNNING, reason=f"{len(ready)} islands are ready", active=ready)]
     verdicts: list[Fact] = [v for f in range(len(state.rounds)) if (v := _verdict(state, f, now))]
@@ -404,66 +319,136 @@ def _follow(state: State, now: float) -> list[Fact]:
     return []
 
 
-def _verdict(state: State, fragment: int, now: float) -> Committed | Skipped | None:
+def _verdict(state: State, fragment: int, now: float) -> Committed | Skipped | Aborted | None:
     """Whether the open round of a fragment ends now, how, and why."""
-    current = state.rounds[fragment]
+    current, config = state.rounds[fragment], state.config
     if current.opened_at is None:
         return None
     missing = missing_islands(state, fragment)
-    have, quorum = len(current.entries), state.config.quorum
-    overdue = now >= current.opened_at + state.config.deadline_s
-    if have >= quorum:
+    have = len(current.entries)
+    hard = not state.paused and now >= current.opened_at + config.deadline_s
+    if have >= config.quorum:
+        soft = soft_deadline(state, fragment)
         if not missing:
             why = f"all {have} active islands have contributed"
-        elif current.quorum_at is not None and now >= current.quorum_at + state.config.grace_s:
-            why = f"{have} contributed and {', '.join(missing)} did not within {state.config.grace_s:g} s of grace"
-        elif overdue:
-            why = f"{have} contributed within the deadline of {state.config.deadline_s:g} s"
+        elif hard:
+            why = f"{have} contributed within the deadline of {config.deadline_s:g} s"
+        elif soft is not None and now >= soft and not state.paused:
+            why = f"{have} contributed and {', '.join(missing)} did not within {soft - current.opened_at:.1f} s"
         else:
             return None
-        tokens = {island: entry.tokens for island, entry in current.entries.items()}
-        return Committed(
-            fragment=fragment,
-            round=current.round,
-            version=current.version + 1,
-            shares=shares(tokens, state.weights),
-            reason=why,
-        )
+        return _commit(state, fragment, why)
+    if state.stopping and not any(m.present for m in state.members.values()):
+        why = f"all islands have left a run that is being stopped: {state.stopping}"
+        return Aborted(fragment=fragment, round=current.round, reason=why)
     if not have and not missing:
         why = "; ".join(f"{island}: {reason}" for island, reason in sorted(current.refused.items()))
-    elif overdue:
-        why = f"{have} of the quorum of {quorum} contributed within the deadline of {state.config.deadline_s:g} s"
+    elif hard:
+        why = f"{have} of the quorum of {config.quorum} contributed within the deadline of {config.deadline_s:g} s"
     else:
         return None
     return Skipped(fragment=fragment, round=current.round, reason=why)
 
 
-def _close(state: State, fragment: int, version: int | None) -> State:
-    """Ends a round: at `version` where it is committed, with the anchor as it was where not."""
+def _commit(state: State, fragment: int, why: str) -> Committed:
     current = state.rounds[fragment]
-    for island in current.entries:
-        member = state.members[island]
-        folded = version is not None
-        contributions, dropped = member.contributions + folded, member.dropped + (not folded)
-        state = _with(state, replace(member, contributions=contributions, dropped=dropped))
-    version = current.version if version is None else version
-    return _with_round(state, fragment, Round(version=version, round=current.round + 1))
+    return Committed(
+        fragment=fragment,
+        round=current.round,
+        version=current.version + 1,
+        shares=shares(weights(state, fragment)),
+        reason=why,
+    )
+
+
+def weights(state: State, fragment: int) -> dict[str, float]:
+    """What each contribution to a fragment's open round weighs: by island, and by "island@round" where it came late."""
+    current, period = state.rounds[fragment], state.schedule.every - state.schedule.overlap
+
+    def of(entry: Entry) -> int:
+        return weight(state.weights, tokens=entry.tokens, steps=entry.steps, period=period)
+
+    late = {key: of(late.entry) * late.factor for key, late in current.carried.items()}
+    return {island: of(entry) for island, entry in current.entries.items()} | late
+
+
+def soft_deadline(state: State, fragment: int) -> float | None:
+    """When a round that has its quorum ends without those that are missing, as things stand; none below quorum.
+
+    The grace period is over, the slowest contribution of recent rounds would have come (their median plus some
+    deviations), and no upload to the round makes progress. Never later than the hard deadline.
+    """
+    current, config = state.rounds[fragment], state.config
+    if current.opened_at is None or current.quorum_at is None:
+        return None
+    soft = max(current.quorum_at + config.grace_s, current.opened_at + usual_lag(current, config.deviations))
+    for island in missing_islands(state, fragment):
+        if island in current.progress:
+            soft = max(soft, current.progress[island] + config.progress_s)
+    return min(soft, current.opened_at + config.deadline_s)
+
+
+def usual_lag(current: Round, deviations: float) -> float:
+    """Seconds from a round's first contribution within which its last one usually comes; 0 where that is not known."""
+    lags = [past.lag_s for past in current.past if past.lag_s >= 0 and len(past.islands) > 1]
+    if len(lags) < OBSERVED or not deviations:
+        return 0.0
+    middle = median(lags)
+    deviation = max(median(abs(lag - middle) for lag in lags), LEAST_DEVIATION * middle)
+    return middle + deviations * deviation
 
 
 # -- questions ----------------------------------------------------------------------------------------------------
 
 
 def missing_islands(state: State, fragment: int) -> list[str]:
-    """The active islands that have not contributed to a fragment's open round."""
+    """The islands that a fragment's open round waits for."""
     current = state.rounds[fragment]
     heard = {*current.entries, *current.refused}
-    return sorted(m.id for m in state.members.values() if m.standing is Standing.ACTIVE and m.id not in heard)
+    return sorted(m.id for m in state.members.values() if m.awaited and m.id not in heard)
 
 
-def counts(state: State, fragment: int, round_: int, island: str) -> bool:
-    """Whether an island's contribution counts in a fragment's open round."""
+def counted(state: State, fragment: int, round_: int, island: str) -> int | None:
+    """The epoch under which an island's contribution to a round counts, in that round or late in a later one.
+
+    0 where it came and could not be used, none where none has come.
+    """
     current = state.rounds[fragment]
-    return current.round == round_ and island in current.entries
+    if round_ == current.round:
+        return current.entries[island].epoch if island in current.entries else None
+    past = _past(state, fragment, round_)
+    return past.islands.get(island) if past else None
+
+
+def base_version(state: State, fragment: int, round_: int) -> int | None:
+    """The version that contributions to a round are taken from; none where that is no longer known."""
+    current = state.rounds[fragment]
+    past = _past(state, fragment, round_)
+    return current.version if round_ == current.round else past.version if past else None
+
+
+def opened_at(state: State, fragment: int, round_: int) -> float | None:
+    """When a round that has ended was opened, as far as that is known."""
+    past = _past(state, fragment, round_)
+    return past.opened_at if past else None
+
+
+def reception(state: State, fragment: int, round_: int, island: str) -> str:
+    """Says in words why an island's contribution to a round would be dropped; empty where it is taken.
+
+    Raises:
+        Malformed: the round cannot be open yet, or never will be.
+    """
+    late, current, config = lateness(state, fragment, round_), state.rounds[fragment], state.config
+    if counted(state, fragment, round_, island) is not None:
+        return f"{island} has already contributed to round {round_}"
+    if not late or config.late == "drop":
+        return late
+    if current.round >= state.schedule.rounds(fragment):
+        return f"{late}, and no round of the fragment follows"
+    if current.round - round_ > config.late_rounds or _past(state, fragment, round_) is None:
+        return f"{late}: more than {config.late_rounds} rounds behind"
+    return ""
 
 
 def lateness(state: State, fragment: int, round_: int) -> str:
@@ -483,63 +468,37 @@ def lateness(state: State, fragment: int, round_: int) -> str:
     return f"late: round {round_} has ended, round {current} is open" if round_ < current else ""
 
 
-def waiting_for(state: State, fragment: int, now: float) -> str:
-    """Says in words what a fragment's open round waits for, and until when; empty before its first contribution."""
-    current = state.rounds[fragment]
-    if current.opened_at is None:
-        return ""
-    have, quorum = len(current.entries), state.config.quorum
-    missing = ", ".join(missing_islands(state, fragment)) or "any island"
-    if have >= quorum and current.quorum_at is not None:
-        left = min(current.quorum_at + state.config.grace_s, current.opened_at + state.config.deadline_s) - now
-        return f"{missing}, for at most {max(0.0, left):.0f} s more"
-    left = current.opened_at + state.config.deadline_s - now
-    return f"{quorum - have} more contributions ({missing}), for at most {max(0.0, left):.0f} s more"
-
-
-def phase_reason(state: State) -> str:
-    """Says in words what the run's phase waits for."""
-    if state.phase is not Phase.GATHERING:
-        return ""
-    if not state.seeded:
-        return f"waiting for first parameters from {state.seeder}" if state.seeder else "waiting for an island"
-    ready = sum(m.present and m.ready for m in state.members.values())
-    return f"{ready} of {state.config.start_islands} islands are ready"
-
-
 def member_of(state: State, island: str, epoch: int) -> Member:
-    """The member that holds a lease under `epoch`. Raises `StaleEpoch` where it holds none."""
+    """The member that holds a lease under `epoch`. Raises `StaleEpoch` where it holds none, `Dismissed` where an
+    operator has ended it."""
     member = state.members.get(island)
     if member is None:
         raise StaleEpoch(f"island '{island}' has not joined this coordinator: join again", island=island)
+    if member.epoch == epoch and member.dismissed:
+        raise Dismissed(f"an operator has ended the lease of island '{island}': {member.reason}", island=island)
     if member.epoch != epoch or not member.present:
         why = member.reason or f"a newer lease has epoch {member.epoch}"
         raise StaleEpoch(f"island '{island}' holds no lease under epoch {epoch} ({why}): join again", island=island)
     return member
 
 
-def _elect(state: State) -> State:
-    """Names who is to bring the first parameters, while nobody has."""
-    present = sorted(m.id for m in state.members.values() if m.present)
-    if state.seeded or state.seeder in present:
-        return state
-    return replace(state, seeder=present[0] if present else "")
-
-
-def _active(state: State, island: str) -> State:
+def directive(state: State, island: str) -> tuple[str, str]:
+    """What an island is to do ("", "pause" or "leave"), and why."""
     member = state.members[island]
-    return _with(state, replace(member, standing=Standing.ACTIVE)) if member.present else state
+    if state.stopping:
+        return "leave", state.stopping
+    if member.standing is Standing.DRAINING:
+        return "leave", member.reason
+    return ("pause", state.paused) if state.paused else ("", "")
 
 
-def _opened(current: Round, now: float) -> Round:
-    return replace(current, opened_at=now) if current.opened_at is None else current
+def _present(state: State, island: str) -> Member:
+    member = state.members.get(island)
+    if member is None or not member.present:
+        present = ", ".join(sorted(m.id for m in state.members.values() if m.present)) or "none"
+        raise Malformed(f"island '{island}' holds no lease in this run; those that do: {present}", island=island)
+    return member
 
 
-def _with(state: State, member: Member) -> State:
-    return replace(state, members={**state.members, member.id: member})
-
-
-def _with_round(state: State, fragment: int, current: Round) -> State:
-    rounds = list(state.rounds)
-    rounds[fragment] = current
-    return replace(state, rounds=tuple(rounds))
+def _past(state: State, fragment: int, round_: int) -> Past | None:
+    return next((p for p in state.rounds[fragment].past if p.round == round_), None)

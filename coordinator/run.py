@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from coordinator import facts, rounds
+from coordinator.facts import Aborted, Committed, Ended, Skipped, Standing
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import SeedBed, Stored
 from coordinator.recovery import Recovered, clean, folded_row, layout_row, part_row, recover, run_row
-from coordinator.rounds import Committed, Skipped
+from coordinator.state import revive
 from coordinator.store import UPDATES_KEPT, Snapshot, Store
 from diloco.codec import CODECS
 from diloco.config import RunConfig
@@ -38,13 +39,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a round ended, published once its update is durable."""
+    """How a round ended ("committed", "skipped" or "aborted"), published once its update is durable."""
 
-    committed: bool
+    ended: str
     reason: str
     version: int
     digest: int
     update: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What became of one rank's part of a contribution."""
+
+    duplicate: bool = False
+    """It was known already."""
+    dropped: str = ""
+    """Why it is recorded and not folded."""
+    late: str = ""
+    """How it is folded into a later round than its own."""
 
 
 @dataclass(kw_only=True)
@@ -66,6 +79,7 @@ class Totals:
 
     committed: int = 0
     skipped: int = 0
+    aborted: int = 0
     unsaved: int = 0
 
 
@@ -81,7 +95,7 @@ class Run:
     def __init__(self, config: RunConfig, store: Store, clock: Callable[[], float]) -> None:
         self.config, self.store, self.clock = config, store, clock
         found = recover(store.ledger, config, store.root)
-        self.state = rounds.revive(found.state, clock())
+        self.state = revive(found.state, clock())
         self.layout, self.fragments = found.layout, found.fragments
         self.outers: list[Outer] = found.outers
         self.ended: list[int] = found.ended
@@ -89,14 +103,19 @@ class Run:
         self.progress = {island: Progress() for island in self.state.members}
         self.outcomes: dict[tuple[int, int], Outcome] = {}
         committed = sum(outer.version for outer in found.outers)
-        self.totals = Totals(committed=committed, skipped=sum(found.ended) - committed)
+        aborted = sum(isinstance(end, Aborted) for end, _ in found.ends.values())
+        self.totals = Totals(committed=committed, skipped=sum(found.ended) - committed - aborted, aborted=aborted)
+        self.participation: dict[int, float] = {}
+        """By fragment: islands folded into its last commit, over the islands that were active then."""
         self._digests = found.digests
         self.changed = asyncio.Condition()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.stopped = asyncio.Event()
+        """Set once a run that was told to stop has been left by everybody."""
         self._turn = asyncio.Lock()
         self._inbox = found.inbox
         self._seedbed: SeedBed | None = None
-        self._ends: asyncio.Queue[Committed | Skipped] = asyncio.Queue()
+        self._ends: asyncio.Queue[Ended] = asyncio.Queue()
         for end in found.pending:
             self._ends.put_nowait(end)
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,6 +166,7 @@ class Run:
                 await self._in_turn(self._catch_up)
                 await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
                 await self.take(rounds.Tick())
+                self._see_stopped()
                 trouble = ""
             except OSError as error:
                 if str(error) != trouble:
@@ -159,13 +179,22 @@ class Run:
         for fragment in range(len(self.state.rounds)):
             await self._accept_whole(fragment)
 
+    def _see_stopped(self) -> None:
+        left = not any(member.present for member in self.state.members.values())
+        if (
+            self.state.stopping
+            and left
+            and self.ended == [current.round for current in self.state.rounds][: len(self.ended)]
+        ):
+            self.stopped.set()
+
     def _recall(self, found: Recovered) -> None:
         """Publishes again how the last rounds ended that the snapshot holds, as far as their updates are kept."""
         for past in found.past():
             path = self.store.update_path(past.fragment, past.round)
-            if path.exists() or not past.committed:
-                update = path if past.committed else None
-                outcome = Outcome(past.committed, past.reason, past.version, past.digest, update)
+            committed = past.ended == "committed"
+            if path.exists() or not committed:
+                outcome = Outcome(past.ended, past.reason, past.version, past.digest, path if committed else None)
                 self.outcomes[past.fragment, past.round] = outcome
 
     async def in_worker(self, work: Callable[[], T]) -> T:
@@ -219,35 +248,41 @@ class Run:
         """Makes rows of the ledger durable."""
         await asyncio.get_running_loop().run_in_executor(self._scribe, self.store.record, rows)
 
-    def _act(self, decision: rounds.Fact) -> None:
-        match decision:
+    def _act(self, fact: facts.Fact) -> None:
+        match fact:
             case Committed():
-                log.info(
-                    "fragment %d round %d commits version %d: %s",
-                    decision.fragment,
-                    decision.round,
-                    decision.version,
-                    decision.reason,
-                )
-                self._ends.put_nowait(decision)
-            case Skipped():
-                log.warning("fragment %d round %d is skipped: %s", decision.fragment, decision.round, decision.reason)
-                self._ends.put_nowait(decision)
-            case rounds.Dropped():
-                log.warning(
-                    "contribution of %s to fragment %d round %d is dropped: %s",
-                    decision.island,
-                    decision.fragment,
-                    decision.round,
-                    decision.reason,
-                )
-            case rounds.Admitted():
-                log.info("island %s joins under epoch %d: %s", decision.island, decision.epoch, decision.reason)
-            case rounds.Gone():
-                level = logging.INFO if decision.standing is rounds.Standing.LEFT else logging.WARNING
-                log.log(level, "island %s is %s: %s", decision.island, decision.standing, decision.reason)
-            case rounds.Moved():
-                log.info("the run is %s: %s", decision.phase, decision.reason)
+                of = f"fragment {fact.fragment} round {fact.round}"
+                log.info("%s commits version %d: %s", of, fact.version, fact.reason)
+                on_time = [name for name in fact.shares if "@" not in name]
+                active = {m.id for m in self.state.members.values() if m.awaited}.union(on_time)
+                self.participation[fact.fragment] = len(on_time) / len(active)
+                self._ends.put_nowait(fact)
+            case Skipped() | Aborted():
+                how = "skipped" if isinstance(fact, Skipped) else "aborted"
+                log.warning("fragment %d round %d is %s: %s", fact.fragment, fact.round, how, fact.reason)
+                self._inbox.close(fact.fragment, fact.round, keep_partial=self.config.rounds.late != "drop")
+                self._ends.put_nowait(fact)
+            case facts.Dropped():
+                of = f"fragment {fact.fragment} round {fact.round}"
+                log.warning("contribution of %s to %s is dropped: %s", fact.island, of, fact.reason)
+            case facts.Carried():
+                of = f"fragment {fact.fragment} round {fact.round}"
+                log.warning("contribution of %s to %s is late: %s", fact.entry.island, of, fact.reason)
+                self._inbox.carry(fact.fragment, fact.round, fact.entry.island, fact.into)
+            case facts.Admitted():
+                log.info("island %s joins under epoch %d: %s", fact.island, fact.epoch, fact.reason)
+            case facts.Suspected() | facts.Draining():
+                standing = self.state.members[fact.island].standing
+                log.warning("island %s is %s: %s", fact.island, standing, fact.reason)
+            case facts.Trusted():
+                log.info("island %s is heard again", fact.island)
+            case facts.Gone():
+                level = logging.INFO if fact.standing is Standing.LEFT else logging.WARNING
+                log.log(level, "island %s is %s: %s", fact.island, fact.standing, fact.reason)
+            case facts.Moved():
+                log.info("the run is %s: %s", fact.phase, fact.reason)
+            case facts.Paused() | facts.Resumed() | facts.Stopping():
+                log.warning("the run is %s: %s", type(fact).__name__.lower(), fact.reason)
 
     async def _end_rounds(self) -> None:
         """Publishes the outcomes of ended rounds in the order they were decided."""
@@ -256,10 +291,11 @@ class Run:
             if isinstance(decision, Committed):
                 await self._until_durable(partial(self._fold, decision))
             else:
-                outer = self.outers[decision.fragment]
-                self.totals.skipped += 1
-                self._publish(decision, Outcome(False, decision.reason, outer.version, outer.digest, None))
-                self._inbox.drop(decision.fragment, decision.round)
+                outer, skipped = self.outers[decision.fragment], isinstance(decision, Skipped)
+                self.totals.skipped += skipped
+                self.totals.aborted += not skipped
+                how = "skipped" if skipped else "aborted"
+                self._publish(decision, Outcome(how, decision.reason, outer.version, outer.digest, None))
             async with self.changed:
                 self.changed.notify_all()
             if self.totals.unsaved >= self.config.snapshot.every_rounds:
@@ -300,9 +336,9 @@ class Run:
         self.outers[decision.fragment] = new
         self.totals.committed += 1
         self.totals.unsaved += 1
-        self._publish(decision, Outcome(True, decision.reason, new.version, new.digest, path))
+        self._publish(decision, Outcome("committed", decision.reason, new.version, new.digest, path))
 
-    def _publish(self, decision: Committed | Skipped, outcome: Outcome) -> None:
+    def _publish(self, decision: Ended, outcome: Outcome) -> None:
         self.outcomes[decision.fragment, decision.round] = outcome
         self.ended[decision.fragment] = decision.round + 1
         self.outcomes.pop((decision.fragment, decision.round - UPDATES_KEPT), None)
@@ -319,8 +355,9 @@ class Run:
         )
         needed_from = await self.in_worker(lambda: self.store.save(snapshot, self.config.snapshot.keep))
         self.totals.unsaved = 0
+        late = 0 if self.config.rounds.late == "drop" else self.config.rounds.late_rounds
         for fragment, needed in enumerate(needed_from):
-            self._inbox.forget(fragment, before=needed)
+            self._inbox.forget(fragment, before=needed - late)
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
@@ -365,8 +402,7 @@ class Run:
     @property
     def step(self) -> int:
         """The furthest inner step that an active island has reported."""
-        active = [m.id for m in self.state.members.values() if m.standing is rounds.Standing.ACTIVE]
-        return max((self.progress[i].step for i in active), default=0)
+        return max((self.progress[m.id].step for m in self.state.members.values() if m.awaited), default=0)
 
     # -- contributions ----------------------------------------------------------------------------------------------
 
@@ -401,79 +437,101 @@ class Run:
             raise
         self.outers, self.ended = outers, ended
 
-    def expected(self, fragment: int, round_: int, base_version: int) -> str:
-        """Checks the key of a contribution: "" where it can count, else why it would be dropped.
+    def expected(self, island: str, fragment: int, round_: int, base_version: int) -> str:
+        """Checks the key of a contribution: "" where it is taken, else why it would be dropped.
 
         Raises:
             Malformed: a round that cannot be open, or a base version that it never had.
         """
         late = rounds.lateness(self.state, fragment, round_)
-        version = self.state.rounds[fragment].version
-        if not late and base_version != version:
+        version = rounds.base_version(self.state, fragment, round_)
+        if version is not None and base_version != version:
             raise Malformed(
                 f"the contribution is based on version {base_version} of fragment {fragment}, "
                 f"and round {round_} continues from version {version}"
             )
-        return late
+        return rounds.reception(self.state, fragment, round_, island) if late else ""
+
+    def knows(self, island: str, epoch: int, rank: int, fragment: int, round_: int) -> bool:
+        """Whether a rank's part of a contribution to an ended round has come before."""
+        counted = rounds.counted(self.state, fragment, round_, island)
+        return counted == epoch or self._inbox.knows(fragment, round_, island, epoch, rank)
 
     async def contribute(
-        self, island: str, epoch: int, rank: int, fragment: int, round_: int, keep: Callable[[], Stored], tokens: int
-    ) -> tuple[bool, str]:
+        self, key: tuple[str, int, int, int, int], keep: Callable[[], Stored], tokens: int, steps: int
+    ) -> Taken:
         """Takes one rank's part of a contribution; its file goes unless the round keeps it.
 
         Args:
+            key: island, epoch, rank, fragment, round.
             keep: makes the part durable; called in the worker thread.
-
-        Returns:
-            (whether it was known already, why it is dropped or "").
+            tokens, steps: trained by the island since it adopted the fragment's anchor.
         """
 
-        async def work() -> tuple[bool, str]:
+        async def work() -> Taken:
             stored = await self.in_worker(keep)
             try:
-                key = (island, epoch, rank, fragment, round_)
-                return await self._in_turn(lambda: self._contribute(*key, stored, tokens))
+                return await self._in_turn(lambda: self._contribute(*key, stored, tokens, steps))
             finally:
                 if not self._inbox.holds(stored.path):
                     stored.path.unlink(missing_ok=True)
 
         return await self._to_its_end(work())
 
-    def knows(self, island: str, epoch: int, rank: int, fragment: int, round_: int) -> bool:
-        """Whether a rank's part of a contribution to an ended round has come in time."""
-        return self._inbox.knows(fragment, round_, island, epoch, rank)
-
     async def _contribute(
-        self, island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int
-    ) -> tuple[bool, str]:
+        self, island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int, steps: int
+    ) -> Taken:
         rounds.member_of(self.state, island, epoch)
-        late = rounds.lateness(self.state, fragment, round_)
-        if late:
-            await self._take(_contributed(fragment, round_, island, epoch, tokens))
-            return False, late
+        if rounds.lateness(self.state, fragment, round_):
+            reason = rounds.reception(self.state, fragment, round_, island)
+            if reason:
+                return await self._late(island, epoch, rank, fragment, round_, tokens)
         refused = self.state.rounds[fragment].refused
-        if island in refused:
-            return False, refused[island]
-        accepted = rounds.counts(self.state, fragment, round_, island)
+        if island in refused and round_ == self.state.rounds[fragment].round:
+            return Taken(dropped=refused[island])
+        accepted = rounds.counted(self.state, fragment, round_, island) is not None
         inbound = self._inbox.inbound(self.fragments[fragment], round_, island, epoch, accepted=accepted)
         if inbound is None:
-            return False, f"{island} has already contributed to round {round_} under another epoch"
+            return Taken(dropped=f"{island} has already contributed to round {round_} under another epoch")
         duplicate = inbound.check(rank, stored)
         if not duplicate:
-            await self._record([part_row(island, epoch, rank, fragment, round_, stored, tokens)])
+            await self._record([part_row(island, epoch, rank, fragment, round_, stored, tokens, steps)])
             inbound.add(rank, stored)
-            inbound.tokens = tokens
+            inbound.tokens, inbound.steps = tokens, steps
         await self._accept_whole(fragment)
-        return duplicate, ""
+        return Taken(duplicate=duplicate, late=self._carried(island, fragment, round_))
+
+    async def late(self, island: str, epoch: int, rank: int, fragment: int, round_: int, tokens: int) -> Taken:
+        """Takes the news of a contribution that comes too late to be used, without its bytes."""
+        return await self._in_turn(lambda: self._late(island, epoch, rank, fragment, round_, tokens))
+
+    async def _late(self, island: str, epoch: int, rank: int, fragment: int, round_: int, tokens: int) -> Taken:
+        if self.knows(island, epoch, rank, fragment, round_):
+            return Taken(duplicate=True)  # the receipt was lost on its way
+        reason = rounds.reception(self.state, fragment, round_, island)
+        await self._take(_contributed(fragment, round_, island, epoch, tokens, 0))
+        return Taken(dropped=reason)
+
+    def _carried(self, island: str, fragment: int, round_: int) -> str:
+        into = self.state.rounds[fragment]
+        late = into.carried.get(f"{island}@{round_}")
+        return f"folded into round {into.round} with its weight times {late.factor:g}" if late else ""
 
     async def _accept_whole(self, fragment: int) -> None:
-        """Enters complete contributions into a fragment's open round, unless they are in it."""
-        round_ = self.state.rounds[fragment].round
-        for island, inbound in list(self._inbox.whole(fragment, round_)):
+        """Enters complete contributions that do not count yet, into their round or, late, into the open one."""
+        for round_, island, inbound in list(self._inbox.whole(fragment)):
             member, current = self.state.members[island], self.state.rounds[fragment]
             held = member.present and member.epoch == inbound.epoch
-            if held and current.round == round_ and island not in current.entries:
-                await self._take(_contributed(fragment, round_, island, inbound.epoch, inbound.tokens))
+            known = rounds.counted(self.state, fragment, round_, island) is not None
+            if not held or known or (round_ == current.round and island in current.refused):
+                continue
+            await self._take(_contributed(fragment, round_, island, inbound.epoch, inbound.tokens, inbound.steps))
+            if rounds.counted(self.state, fragment, round_, island) is None:
+                self._inbox.drop(fragment, round_, island)
+
+    async def progressed(self, island: str, fragment: int, round_: int) -> None:
+        """Bytes of an island's contribution have come."""
+        await self.take(rounds.Progressed(fragment=fragment, round=round_, island=island))
 
     async def check(self, island: str, epoch: int, fragment: int, round_: int, part: Part) -> str:
         """Looks at a part's values; returns why its contribution cannot be used, or ""."""
@@ -511,6 +569,6 @@ class Run:
         return self.outers[fragment]
 
 
-def _contributed(fragment: int, round_: int, island: str, epoch: int, tokens: int) -> rounds.Contributed:
-    entry = rounds.Entry(island=island, epoch=epoch, tokens=tokens)
+def _contributed(fragment: int, round_: int, island: str, epoch: int, tokens: int, steps: int) -> rounds.Contributed:
+    entry = facts.Entry(island=island, epoch=epoch, tokens=tokens, steps=steps)
     return rounds.Contributed(fragment=fragment, round=round_, entry=entry)

@@ -10,7 +10,10 @@ import grpc
 from coordinator import rounds
 from coordinator.answers import Context, answers, to_bytes
 from coordinator.bulk import Bulk
+from coordinator.facts import Standing
 from coordinator.run import Run
+from coordinator.state import Member
+from coordinator.words import phase_reason, waiting_for
 from diloco.errors import LayoutError, Malformed, RunMismatch
 from diloco.framing import CONTROL_LIMIT_BYTES, PROTOCOL, SERVICE
 from diloco.layout import Kind, Layout, TensorSpec
@@ -82,7 +85,7 @@ class Service:
         """Renews a lease."""
         await self._beat(request)
         member = self._run.state.members[request.island_id]
-        return self._state(newcomer=member.standing is rounds.Standing.JOINING)
+        return self._state(newcomer=member.standing is Standing.JOINING)
 
     async def _beat(self, request: pb.HeartbeatRequest) -> None:
         self._run.lease(request.run_id, request.island_id, request.epoch)
@@ -129,18 +132,18 @@ class Service:
                     round=run.ended[f] if seeded else 0,
                     digest=run.outers[f].digest & (2**64 - 1) if seeded else 0,
                     seeded=seeded,
-                    waiting_for=rounds.waiting_for(run.state, f, now) if moving else "",
+                    waiting_for=waiting_for(run.state, f, now) if moving else "",
                 )
             )
         return pb.RunState(
             phase=run.state.phase,
-            reason=rounds.phase_reason(run.state),
+            reason=phase_reason(run.state),
             fragments=fragments,
             seeder=run.state.seeder,
             step=run.step if newcomer else 0,
         )
 
-    def _island(self, member: rounds.Member) -> pb.IslandStatus:
+    def _island(self, member: Member) -> pb.IslandStatus:
         progress = self._run.progress[member.id]
         return pb.IslandStatus(
             id=member.id,

@@ -7,18 +7,29 @@ from collections.abc import Mapping
 from diloco.config import Weighting
 
 
-def shares(tokens: Mapping[str, int], policy: Weighting) -> dict[str, float]:
-    """Each contributing island's share of the mean, in the order of island ids.
+def weight(policy: Weighting, *, tokens: int, steps: int, period: int) -> int:
+    """What a contribution weighs before it is set against the others.
 
-    The divisor is what has arrived, never what was expected. `tokens` counts the tokens each island trained since it
-    adopted the fragment's anchor; where nobody counted any, all weigh the same.
+    Args:
+        policy: "tokens": what was trained on; "uniform": one each, for whoever trained a whole period.
+        tokens, steps: trained since the island adopted the fragment's anchor. 0 steps: not known, so a whole period.
+        period: inner steps between two contributions to a fragment. Under "uniform" whoever came in the middle of it
+            weighs by the steps it took, so a newcomer never dilutes a mean that it has not trained for.
+    """
+    return tokens if policy == "tokens" else min(steps, period) or period
+
+
+def shares(weights: Mapping[str, float]) -> dict[str, float]:
+    """Each contribution's share of the mean, in the order of ids.
+
+    The divisor is what has arrived, never what was expected. Where nobody weighs anything, all weigh the same.
 
     Returns:
-        island id -> share; the shares sum to 1. Iteration order is the order in which to add contributions, so the
-        mean does not depend on the order of arrival.
+        id -> share; the shares sum to 1. Iteration order is the order in which to add contributions, so the mean does
+        not depend on the order of arrival.
     """
-    weights = {island: 1 if policy == "uniform" else tokens[island] for island in sorted(tokens)}
-    total = sum(weights.values())
+    ordered = {island: weights[island] for island in sorted(weights)}
+    total = sum(ordered.values())
     if not total:
-        return {island: 1 / len(weights) for island in weights}
-    return {island: weight / total for island, weight in weights.items()}
+        return {island: 1 / len(ordered) for island in ordered}
+    return {island: weight / total for island, weight in ordered.items()}

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from coordinator import rounds
+from coordinator.facts import Committed, Entry, Fact, Phase
 from coordinator.fold import Outer, Part, fold
+from coordinator.state import begin
 from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.digest import combine
@@ -39,12 +41,12 @@ class Loopback:
         self.updates: dict[tuple[int, int], Tensor] = {}
         self.step = 0
         self.now = 0.0
-        self.state = rounds.start(config.rounds, config.merge.weights, self.schedule)
+        self.state = begin(config.rounds, config.merge.weights, self.schedule)
         self._take(rounds.Joined(island=i) for i in self.islands)
         self._take([rounds.Seeded()])
         self.epochs = {i: self.state.members[i].epoch for i in self.islands}
         self._take(rounds.Beat(island=i, epoch=self.epochs[i], ready=True) for i in self.islands)
-        assert self.state.phase is rounds.Phase.RUNNING
+        assert self.state.phase is Phase.RUNNING
 
     def edge(self, tokens: Sequence[int]) -> None:
         """What follows an inner step of all islands, which counted `tokens` tokens since the last adoption."""
@@ -64,9 +66,9 @@ class Loopback:
                 Part(pieces=[p], codec=replica.up, payload=b) for p, b in zip(pieces, payloads, strict=True)
             ]
         for i, island in enumerate(self.islands):
-            entry = rounds.Entry(island=island, epoch=self.epochs[island], tokens=tokens[i])
+            entry = Entry(island=island, epoch=self.epochs[island], tokens=tokens[i])
             for decision in self._take([rounds.Contributed(fragment=fragment, round=round_, entry=entry)]):
-                if isinstance(decision, rounds.Committed):
+                if isinstance(decision, Committed):
                     down = CODECS[self.config.wire.down]
                     chart, outer = self.fragments[fragment], self.outers[fragment]
                     new, update = fold(chart, outer, parts, decision.shares, self.config.outer, down)
@@ -80,8 +82,8 @@ class Loopback:
             replica.mix(fragment)
             assert combine(replica.digest_parts(fragment)[0]) == self.outers[fragment].digest
 
-    def _take(self, events: object) -> list[rounds.Fact]:
-        out: list[rounds.Fact] = []
+    def _take(self, events: object) -> list[Fact]:
+        out: list[Fact] = []
         for event in events:  # type: ignore[attr-defined]
             self.state, decisions = rounds.step(self.state, event, self.now)
             out += decisions

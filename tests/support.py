@@ -20,23 +20,11 @@ from torch import Tensor
 
 from coordinator import rounds
 from coordinator.cli import listen_on
+from coordinator.facts import Accepted, Entry, Fact, Phase, Planted
 from coordinator.fold import Part
-from coordinator.rounds import (
-    Accepted,
-    Beat,
-    Contributed,
-    Entry,
-    Event,
-    Fact,
-    Joined,
-    Leaving,
-    Phase,
-    Planted,
-    Seeded,
-    Spoiled,
-    Tick,
-)
+from coordinator.rounds import Beat, Contributed, Event, Joined, Leaving, Seeded, Spoiled, Tick
 from coordinator.run import Run
+from coordinator.state import begin
 from coordinator.store import Store
 from diloco.codec import CODECS, Codec
 from diloco.config import RunConfig, load_run
@@ -98,7 +86,7 @@ class Play:
             f"rounds.start_islands={max(1, len(islands))}",
             *overrides,
         )
-        self.state = rounds.start(config.rounds, config.merge.weights, Schedule.of(config))
+        self.state = begin(config.rounds, config.merge.weights, Schedule.of(config))
         self.clock = Clock(100.0)
         self.facts: list[Fact] = []
         """All facts that followed from the last event."""

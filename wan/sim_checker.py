@@ -18,7 +18,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator import recovery, rounds
+from coordinator import recovery
+from coordinator.facts import Entry
 from coordinator.fold import Outer, fold
 from coordinator.run import Outcome
 from coordinator.store import UPDATES_KEPT
@@ -81,7 +82,9 @@ class Checker:
         self.digests = {(f, 0): outer.digest for f, outer in enumerate(genesis)}
         self._epochs: dict[str, int] = {}
         self._parts: dict[Key, dict[int, dict[str, Any]]] = defaultdict(dict)
-        self._entries: dict[tuple[int, int], dict[str, rounds.Entry]] = defaultdict(dict)
+        self._entries: dict[tuple[int, int], dict[str, Entry]] = defaultdict(dict)
+        self._carried: dict[tuple[int, int], dict[str, dict[str, Any]]] = defaultdict(dict)
+        """By fragment and the round that contributions are folded into: the rows of those that came late."""
         self._dropped: set[tuple[int, int, str]] = set()
         self._ends: dict[tuple[int, int], dict[str, float] | None] = {}
         self._position = [(0, 0)] * len(genesis)
@@ -106,14 +109,16 @@ class Checker:
             case "part":
                 self._part(body)
             case "accepted":
-                self._accepted(body["fragment"], body["round"], rounds.Entry(**body["entry"]))
+                self._accepted(body["fragment"], body["round"], Entry(**body["entry"]))
+            case "carried":
+                self._late(body)
             case "dropped":
                 self._dropped.add((body["fragment"], body["round"], body["island"]))
                 if body["spoiled"]:
                     self._since.setdefault(body["fragment"], self.now)
             case "committed":
                 self._ended(body["fragment"], body["round"], body["version"], body["shares"])
-            case "skipped":
+            case "skipped" | "aborted":
                 self._skipped += 1
                 self._ended(body["fragment"], body["round"], None, None)
             case "folded":
@@ -127,7 +132,7 @@ class Checker:
             self.violate("I1", f"rank {body['rank']}'s part of {key} is recorded twice")
         self._parts[key][body["rank"]] = body
 
-    def _accepted(self, fragment: int, round_: int, entry: rounds.Entry) -> None:
+    def _accepted(self, fragment: int, round_: int, entry: Entry) -> None:
         self._since.setdefault(fragment, self.now)
         entries = self._entries[fragment, round_]
         if entry.island in entries:
@@ -138,6 +143,28 @@ class Checker:
             self.violate("I8", f"{entry.island} is accepted under epoch {entry.epoch}, which is over")
         entries[entry.island] = entry
 
+    def _late(self, body: dict[str, Any]) -> None:
+        fragment, round_, entry = body["fragment"], body["round"], Entry(**body["entry"])
+        name = f"{entry.island}@{round_}"
+        twice = any(name in rows for (number, _), rows in self._carried.items() if number == fragment)
+        if twice or entry.island in self._entries[fragment, round_]:
+            self.violate("I1", f"{entry.island} counts twice for round {round_} of fragment {fragment}")
+        if self._position[fragment][1] != body["into"] or round_ >= body["into"]:
+            self.violate("I1", f"{name} is carried into round {body['into']} of fragment {fragment}, which is not open")
+        if self._epochs.get(entry.island) != entry.epoch:
+            self.violate("I8", f"{name} is carried under epoch {entry.epoch}, which is over")
+        self._carried[fragment, body["into"]][name] = body
+
+    def _weights(self, fragment: int, round_: int) -> dict[str, float]:
+        """What each contribution that is recorded for a round weighs, found without the coordinator's state."""
+        period, policy = self.config.sync.every_steps - self.config.sync.overlap_steps, self.config.merge.weights
+        rows = [(i, entry, 1.0) for i, entry in self._entries[fragment, round_].items()]
+        rows += [(n, Entry(**row["entry"]), row["factor"]) for n, row in self._carried[fragment, round_].items()]
+        return {
+            name: factor * (entry.tokens if policy == "tokens" else min(entry.steps, period) or period)
+            for name, entry, factor in rows
+        }
+
     def _ended(self, fragment: int, round_: int, version: int | None, given: dict[str, float] | None) -> None:
         self._since.pop(fragment, None)
         before, expected = self._position[fragment]
@@ -146,8 +173,7 @@ class Checker:
         if version is not None and version != before + 1:
             self.violate("I2", f"fragment {fragment}: version {version} is committed after version {before}")
         if given is not None:
-            tokens = {island: entry.tokens for island, entry in self._entries[fragment, round_].items()}
-            right = shares(tokens, self.config.merge.weights)
+            right = shares(self._weights(fragment, round_))
             if list(right.items()) != list(given.items()):
                 self.violate("I1", f"fragment {fragment} round {round_} folds {given}, and {right} arrived")
         self._ends[fragment, round_] = given
@@ -158,14 +184,13 @@ class Checker:
         outer = self.outers[fragment]
         if version == outer.version + 1:
             given = self._ends.get((fragment, round_)) or {}
-            entries = self._entries[fragment, round_]
+            keys = {i: Key(i, entry.epoch, fragment, round_) for i, entry in self._entries[fragment, round_].items()}
+            for name, row in self._carried[fragment, round_].items():
+                keys[name] = Key(row["entry"]["island"], row["entry"]["epoch"], fragment, row["round"])
             parts = {
-                island: [
-                    self._archived(b).part()
-                    for b in self._parts[Key(island, entries[island].epoch, fragment, round_)].values()
-                ]
-                for island in given
-                if island in entries
+                name: [self._archived(b).part() for b in self._parts[keys[name]].values()]
+                for name in given
+                if name in keys
             }
             down = CODECS[self.config.wire.down]
             outer, _ = fold(self.fragments[fragment], outer, parts, given, self.config.outer, down)
@@ -280,5 +305,10 @@ class Checker:
             self.violate("I5", "a replay of the ledger comes to another state than the coordinator's")
 
     def _settled(self, key: Key) -> bool:
-        end = self._ends.get((key.fragment, key.round), {})
-        return end is None or key.island in end or (key.fragment, key.round, key.island) in self._dropped
+        where = {(key.fragment, key.round): key.island}
+        where |= {
+            at: f"{key.island}@{key.round}" for at in self._carried if f"{key.island}@{key.round}" in self._carried[at]
+        }
+        ends = [(self._ends.get(at, {}), name) for at, name in where.items()]
+        dropped = (key.fragment, key.round, key.island) in self._dropped
+        return dropped or any(end is None or name in end for end, name in ends)

@@ -16,11 +16,12 @@ import xxhash
 from torch import Tensor
 
 from coordinator import facts, recovery, rounds
+from coordinator.facts import Aborted, Carried, Committed, Ended, Entry, Fact, Skipped, Standing
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import select
 from coordinator.recovery import folded_row, part_row
-from coordinator.rounds import Committed, Skipped
 from coordinator.run import Outcome
+from coordinator.state import State, revive
 from coordinator.store import UPDATES_KEPT
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
@@ -52,6 +53,7 @@ class Request:
     messages: tuple[bytes, ...] = ()
     total_bytes: int = 0
     tokens: int = 0
+    steps: int = 0
     step: int = 0
     ready: bool = False
     wait_s: float = 0.0
@@ -118,23 +120,22 @@ class SimCoordinator(Owner):
         found = recovery.replay(disk.rows(), config, ROOT, self.locate)
         snapshot = disk.snapshots[-1]
         found.over(snapshot.outers, snapshot.rounds)
-        self.state = rounds.revive(found.state, self.clock())
+        self.state = revive(found.state, self.clock())
         self.fragments: tuple[Fragment, ...] = found.fragments
         self.layout = found.layout
         self.outers: list[Outer] = found.outers
         self.ended: list[int] = found.ended
         self.steps: dict[str, int] = {}
         self.outcomes = {
-            (past.fragment, past.round): Outcome(past.committed, past.reason, past.version, past.digest, path)
+            (past.fragment, past.round): Outcome(past.ended, past.reason, past.version, past.digest, path)
             for past in found.past()
-            if (path := disk.file(f"update-{past.fragment}-{past.round}").path if past.committed else None) is None
-            or path.name in disk.files
+            if (path := self._update(past)) is None or path.name in disk.files
         }
         self.inbox = found.inbox
         self.changed = Gate()
         self.down = CODECS[config.wire.down]
         self.unsaved = 0
-        self._ends: list[Committed | Skipped] = list(found.pending)
+        self._ends: list[Ended] = list(found.pending)
         self._ended_more = Gate()
         self._turn, self._worker, self._scribe = Lock(), Lock(), Lock()
         for name in [n for n in disk.files if n.startswith("f") and not self.inbox.holds(disk.file(n).path)]:
@@ -142,6 +143,9 @@ class SimCoordinator(Owner):
         watcher.restarted(self)
         for work in (self._ticks(), self._end_rounds()):
             world.spawn(work, self)
+
+    def _update(self, past: recovery.Past) -> Path | None:
+        return self.disk.file(f"update-{past.fragment}-{past.round}").path if past.ended == "committed" else None
 
     def clock(self) -> float:
         """Seconds on this life's monotonic clock."""
@@ -198,7 +202,7 @@ class SimCoordinator(Owner):
         """Takes one event, as `Run.take` does."""
         yield from self._to_its_end(self._turn.hold(self._take(event)))
 
-    def find(self, event: rounds.Event) -> tuple[rounds.State, list[rounds.Fact]]:
+    def find(self, event: rounds.Event) -> tuple[State, list[Fact]]:
         """The pure core's answer to an event."""
         return rounds.step(self.state, event, self.clock())
 
@@ -208,12 +212,16 @@ class SimCoordinator(Owner):
             yield from self._record([facts.encode(fact) for fact in found])
         self._adopt(state, found)
 
-    def _adopt(self, state: rounds.State, found: list[rounds.Fact]) -> None:
+    def _adopt(self, state: State, found: list[Fact]) -> None:
         self.state = state
         self._count()
         for fact in found:
-            if isinstance(fact, Committed | Skipped):
+            if isinstance(fact, Ended):
                 self._ends.append(fact)
+            if isinstance(fact, Skipped | Aborted):
+                self.inbox.close(fact.fragment, fact.round, keep_partial=self.config.rounds.late != "drop")
+            if isinstance(fact, Carried):
+                self.inbox.carry(fact.fragment, fact.round, fact.entry.island, fact.into)
         if found:
             self._ended_more.open()
             self.changed.open()
@@ -235,8 +243,8 @@ class SimCoordinator(Owner):
                 yield from self._fold(decision)
             else:
                 outer = self.outers[decision.fragment]
-                self._publish(decision, Outcome(False, decision.reason, outer.version, outer.digest, None))
-                self.inbox.drop(decision.fragment, decision.round)
+                ended = "skipped" if isinstance(decision, Skipped) else "aborted"
+                self._publish(decision, Outcome(ended, decision.reason, outer.version, outer.digest, None))
             self.changed.open()
 
     def compute(self, decision: Committed) -> tuple[Outer, Tensor]:
@@ -262,12 +270,12 @@ class SimCoordinator(Owner):
         self.outers[fragment] = new
         self.unsaved += 1
         path = self.disk.file(name).path
-        self._publish(decision, Outcome(True, decision.reason, new.version, new.digest, path))
+        self._publish(decision, Outcome("committed", decision.reason, new.version, new.digest, path))
         self.changed.open()
         if self.unsaved >= self.config.snapshot.every_rounds:
             yield from self._in_thread(self._worker, self._save())
 
-    def _publish(self, decision: Committed | Skipped, outcome: Outcome) -> None:
+    def _publish(self, decision: Ended, outcome: Outcome) -> None:
         self.outcomes[decision.fragment, decision.round] = outcome
         self.ended[decision.fragment] = decision.round + 1
         self.outcomes.pop((decision.fragment, decision.round - UPDATES_KEPT), None)
@@ -279,8 +287,9 @@ class SimCoordinator(Owner):
         yield from self._point("snapshot written")
         self.disk.snapshots = [*self.disk.snapshots, saved][-self.config.snapshot.keep :]
         yield from self._point("manifest written")
+        late = 0 if self.config.rounds.late == "drop" else self.config.rounds.late_rounds
         for fragment, needed in enumerate(self.disk.snapshots[0].rounds):
-            self.inbox.forget(fragment, before=needed)
+            self.inbox.forget(fragment, before=needed - late)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -293,7 +302,7 @@ class SimCoordinator(Owner):
                 "beat": self._beat,
                 "leave": self._leave,
                 "push": self._push,
-                "update": self._update,
+                "update": self._outcome,
                 "anchor": self._anchor,
             }
             try:
@@ -330,8 +339,8 @@ class SimCoordinator(Owner):
         return Reply()
 
     def _status(self, island: str) -> Reply:
-        newcomer = self.state.members[island].standing is rounds.Standing.JOINING
-        active = [m.id for m in self.state.members.values() if m.standing is rounds.Standing.ACTIVE]
+        newcomer = self.state.members[island].standing is Standing.JOINING
+        active = [m.id for m in self.state.members.values() if m.awaited]
         step = max((self.steps.get(i, 0) for i in active), default=0)
         positions = tuple((o.version, e) for o, e in zip(self.outers, self.ended, strict=True))
         return Reply(phase=self.state.phase, step=step if newcomer else 0, positions=positions)
@@ -339,14 +348,13 @@ class SimCoordinator(Owner):
     def _push(self, request: Request) -> Work[Reply]:
         self.lease(request)
         fragment, round_ = request.fragment, request.round
-        if rounds.lateness(self.state, fragment, round_):
-            entry = rounds.Entry(island=request.island, epoch=request.epoch, tokens=request.tokens)
-            late = rounds.lateness(self.state, fragment, round_)
-            yield from self.take(rounds.Contributed(fragment=fragment, round=round_, entry=entry))
-            return Reply(dropped=late)
-        version = self.state.rounds[fragment].version
-        if request.version != version:
+        late = rounds.lateness(self.state, fragment, round_)
+        version = rounds.base_version(self.state, fragment, round_)
+        if version not in (None, request.version):
             raise Malformed(f"based on version {request.version}, and round {round_} continues from {version}")
+        if late and rounds.reception(self.state, fragment, round_, request.island):
+            reply: Reply = yield from self._to_its_end(self._turn.hold(self._late(request)))
+            return reply
         yield from self._point("upload under way")
         payload = torch.frombuffer(bytearray(b"".join(unchunk(m) for m in request.messages)), dtype=torch.uint8)
         if payload.numel() != request.total_bytes:
@@ -385,35 +393,46 @@ class SimCoordinator(Owner):
         island, epoch, rank = request.island, request.epoch, request.rank
         fragment, round_, tokens = request.fragment, request.round, request.tokens
         late = rounds.lateness(self.state, fragment, round_)
-        if late:
-            entry = rounds.Entry(island=island, epoch=epoch, tokens=tokens)
-            yield from self._take(rounds.Contributed(fragment=fragment, round=round_, entry=entry))
-            return Reply(dropped=late)
+        if late and rounds.reception(self.state, fragment, round_, island):
+            return (yield from self._late(request))
         refused = self.state.rounds[fragment].refused
-        if island in refused:
+        if not late and island in refused:
             return Reply(dropped=refused[island])
-        accepted = rounds.counts(self.state, fragment, round_, island)
+        accepted = rounds.counted(self.state, fragment, round_, island) is not None
         inbound = self.inbox.inbound(self.fragments[fragment], round_, island, epoch, accepted=accepted)
         if inbound is None:
             return Reply(dropped=f"{island} has already contributed to round {round_} under another epoch")
         duplicate = inbound.check(rank, stored)
         if not duplicate:
-            yield from self._record([part_row(island, epoch, rank, fragment, round_, stored, tokens)])
+            yield from self._record([part_row(island, epoch, rank, fragment, round_, stored, tokens, request.steps)])
             inbound.add(rank, stored)
-            inbound.tokens = tokens
+            inbound.tokens, inbound.steps = tokens, request.steps
         yield from self._accept_whole(fragment)
         return Reply(duplicate=duplicate)
 
+    def _late(self, request: Request) -> Work[Reply]:
+        island, fragment, round_ = request.island, request.fragment, request.round
+        known = rounds.counted(self.state, fragment, round_, island) == request.epoch
+        if known or self.inbox.knows(fragment, round_, island, request.epoch, request.rank):
+            return Reply(duplicate=True)
+        reason = rounds.reception(self.state, fragment, round_, island)
+        entry = Entry(island=island, epoch=request.epoch, tokens=request.tokens)
+        yield from self._take(rounds.Contributed(fragment=fragment, round=round_, entry=entry))
+        return Reply(dropped=reason)
+
     def _accept_whole(self, fragment: int) -> Work[None]:
-        round_ = self.state.rounds[fragment].round
-        for island, inbound in list(self.inbox.whole(fragment, round_)):
+        for round_, island, inbound in list(self.inbox.whole(fragment)):
             member, current = self.state.members[island], self.state.rounds[fragment]
             held = member.present and member.epoch == inbound.epoch
-            if held and current.round == round_ and island not in current.entries:
-                entry = rounds.Entry(island=island, epoch=inbound.epoch, tokens=inbound.tokens)
-                yield from self._take(rounds.Contributed(fragment=fragment, round=round_, entry=entry))
+            known = rounds.counted(self.state, fragment, round_, island) is not None
+            if not held or known or (round_ == current.round and island in current.refused):
+                continue
+            entry = Entry(island=island, epoch=inbound.epoch, tokens=inbound.tokens, steps=inbound.steps)
+            yield from self._take(rounds.Contributed(fragment=fragment, round=round_, entry=entry))
+            if rounds.counted(self.state, fragment, round_, island) is None:
+                self.inbox.drop(fragment, round_, island)
 
-    def _update(self, request: Request) -> Work[Reply]:
+    def _outcome(self, request: Request) -> Work[Reply]:
         self.lease(request)
         key = (request.fragment, request.round)
         until = self.world.now + request.wait_s
@@ -424,9 +443,7 @@ class SimCoordinator(Owner):
                 return Reply(outcome="open")
             yield (self.changed, until - self.world.now)
         outcome = self.outcomes[key]
-        reply = Reply(
-            outcome="committed" if outcome.committed else "skipped", version=outcome.version, digest=outcome.digest
-        )
+        reply = Reply(outcome=outcome.ended, version=outcome.version, digest=outcome.digest)
         if outcome.update is None:
             return reply
         payload = self.disk.files[outcome.update.name]

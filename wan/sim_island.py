@@ -100,7 +100,8 @@ class SimIsland(Owner):
         self.ready = False
         self.fatal: StaleEpoch | None = None
         self.replicas: list[Replica] = []
-        self._adopted = [0] * len(fragments)
+        self._adopted = [(0, 0)] * len(fragments)
+        """(tokens, inner step) at which each fragment's anchor was adopted."""
         self._flights: dict[tuple[int, int], list[Process]] = {}
         self._sessions = 0
         world.spawn(self._live(), self)
@@ -157,7 +158,6 @@ class SimIsland(Owner):
 
     def _session(self, number: int) -> Work[None]:
         self.ready, self.fatal, self.tokens = False, None, 0
-        self._adopted = [0] * len(self.fragments)
         reply = yield from self.call(Request(method="join", island=self.shape.id))
         self.epoch = reply.epoch
         self.replicas = [self._replica(rank) for rank in range(self.shape.ranks)]
@@ -220,6 +220,7 @@ class SimIsland(Owner):
         moving = [p.round for p in self.replicas[0].position[: len(self.schedule.offsets)]]
         ahead = min((self.schedule.sync_step(p, r) for p, r in enumerate(moving)), default=0)
         self.at_step = min(max(self.schedule.position(moving), state.step), ahead - 1)
+        self._adopted = [(0, self.at_step)] * len(self.fragments)
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -266,7 +267,8 @@ class SimIsland(Owner):
             codec=(replica.up.id, replica.up.version),
             messages=tuple(chunks([payload], self.config.wire.chunk_bytes)),
             total_bytes=payload.numel(),
-            tokens=self.tokens - self._adopted[fragment],
+            tokens=self.tokens - self._adopted[fragment][0],
+            steps=self.at_step - self._adopted[fragment][1],
         )
 
     def _exchange(self, contribution: Request) -> Work[Reply]:
@@ -303,7 +305,7 @@ class SimIsland(Owner):
             self._report(fragment)
             for replica in self.replicas:
                 replica.mix(fragment)
-            self._adopted[fragment] = self.tokens
+            self._adopted[fragment] = (self.tokens, self.at_step)
 
     def _report(self, fragment: int) -> None:
         found = combine(*(replica.digest_parts(fragment)[0] for replica in self.replicas))

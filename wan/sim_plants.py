@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from coordinator import facts, rounds
+from coordinator.facts import Committed, Fact, Standing
 from coordinator.fold import Outer, fold
-from coordinator.rounds import Committed
+from coordinator.state import State
 from diloco.config import RunConfig
 from diloco.errors import StaleEpoch
 from wan.sim_coordinator import Reply, Request, SimCoordinator, Watcher
@@ -33,7 +34,7 @@ class ForgetEpoch(SimCoordinator):
     def lease(self, request: Request) -> None:
         """Lets everybody in."""
 
-    def find(self, event: rounds.Event) -> tuple[rounds.State, list[rounds.Fact]]:
+    def find(self, event: rounds.Event) -> tuple[State, list[Fact]]:
         """Takes an event of an old epoch for one of the current."""
         try:
             return super().find(event)
@@ -47,10 +48,10 @@ class ForgetEpoch(SimCoordinator):
 class StaleDivisor(SimCoordinator):
     """Divides by the islands that were expected, not by those that arrived."""
 
-    def find(self, event: rounds.Event) -> tuple[rounds.State, list[rounds.Fact]]:
+    def find(self, event: rounds.Event) -> tuple[State, list[Fact]]:
         """Scales the shares of a commit."""
         state, found = super().find(event)
-        expected = max(1, sum(m.standing is rounds.Standing.ACTIVE for m in state.members.values()))
+        expected = max(1, sum(m.standing is Standing.ACTIVE for m in state.members.values()))
         return state, [self._scaled(f, expected) if isinstance(f, Committed) else f for f in found]
 
     @staticmethod

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import xxhash
 
-from coordinator import facts, recovery, rounds
+from coordinator import facts, recovery
+from coordinator.facts import Phase, Planted
 from coordinator.fold import Outer
 from coordinator.run import Outcome
 from diloco.config import RunConfig, load_run
@@ -72,6 +73,9 @@ def configure(rng: random.Random, islands: int) -> RunConfig:
         quorum = {quorum}
         grace_s = {rng.choice((0.0, 2.0, 6.0))}
         deadline_s = {deadline}
+        late = "{rng.choice(("drop", "discount", "hold"))}"
+        late_rounds = {rng.randint(1, 3)}
+        progress_s = 3.0
         lease_s = {rng.choice((5.0, 9.0))}
         [snapshot]
         every_rounds = {rng.randint(1, 3)}
@@ -122,7 +126,7 @@ class Simulation:
         genesis = _genesis(self.fragments)
         self.checker = Checker(self.config, self.fragments, self.disk, genesis, {s.id: s.ranks for s in self.shapes})
         self.disk.snapshots = [Saved(outers=genesis, rounds=(0,) * len(genesis))]
-        self.disk.append([recovery.layout_row(LAYOUT), facts.encode(rounds.Planted())])
+        self.disk.append([recovery.layout_row(LAYOUT), facts.encode(Planted())])
         self.disk.commit()
         self.coordinator: SimCoordinator | None = None
         self.islands: dict[str, SimIsland] = {}
@@ -169,7 +173,7 @@ class Simulation:
         coordinator = self.coordinator
         return (
             coordinator is not None
-            and coordinator.state.phase is rounds.Phase.DONE
+            and coordinator.state.phase is Phase.DONE
             and self.schedule.finished(coordinator.ended)
             and len(self.islands) == len(self.shapes)
             and all(island.finished for island in self.islands.values())

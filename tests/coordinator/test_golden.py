@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator import rounds
+from coordinator.facts import Standing
 from coordinator.ledger import Ledger
 from coordinator.recovery import recorded_config, recover, verify
 from coordinator.store import Store
@@ -40,9 +40,9 @@ def test_a_golden_ledger_is_read_and_verifies(golden: Path) -> None:
     found = recover(opened, config, golden)
     assert [(r.version, r.round, sorted(r.entries)) for r in found.state.rounds] == [(2, 2, ["b"]), (1, 2, [])]
     assert {m.id: (m.standing, m.epoch) for m in found.state.members.values()} == {
-        "a": (rounds.Standing.ACTIVE, 4),
-        "b": (rounds.Standing.ACTIVE, 2),
-        "c": (rounds.Standing.LEFT, 3),
+        "a": (Standing.ACTIVE, 4),
+        "b": (Standing.ACTIVE, 2),
+        "c": (Standing.LEFT, 3),
     }
     assert [(f, v) for f, v, _ in verify(opened, golden)] == [(0, 1), (1, 1), (0, 2)]
     opened.close()

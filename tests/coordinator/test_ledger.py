@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator import facts
-from coordinator.ledger import SCHEMA, Ledger
-from coordinator.rounds import (
+from coordinator.facts import (
     Accepted,
     Admitted,
     Committed,
@@ -29,6 +28,7 @@ from coordinator.rounds import (
     Skipped,
     Standing,
 )
+from coordinator.ledger import SCHEMA, Ledger
 from diloco.errors import EnvironmentFault, InputError
 
 ROWS: list[tuple[str, dict[str, Any]]] = [("a", {"n": 1, "text": "ä\n"}), ("b", {}), ("a", {"list": [1, [2.5, None]]})]
@@ -190,7 +190,7 @@ FACTS: st.SearchStrategy[Fact] = st.one_of(
 
 
 def test_every_kind_of_fact_has_a_name() -> None:
-    assert set(facts._NAMES) == set(Fact.__args__)  # type: ignore[attr-defined]
+    assert set(facts._KINDS.values()) == set(Fact.__args__)  # type: ignore[attr-defined]
     assert all(facts.is_fact(kind) for kind in facts._NAMES.values())
     assert not facts.is_fact("part")
 

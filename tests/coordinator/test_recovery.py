@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import diloco.cli
 from coordinator import facts, rounds
 from coordinator.cli import ledger as command
+from coordinator.state import Round, State, apply, begin
 from coordinator.store import load_snapshot
 from diloco.errors import DigestMismatch, DilocoError, ExitCode, InputError, Refused, StaleEpoch
 from diloco.fragments import Fragment, partition
@@ -37,11 +38,11 @@ FRAGMENT, OTHER, _ = FRAGMENTS
 # -- the state is a fold of the facts ---------------------------------------------------------------------------------
 
 
-def timeless(state: rounds.State) -> rounds.State:
+def timeless(state: State) -> State:
     """A state without what is no fact: times and readiness."""
     members = {i: replace(m, lease_until=0.0, ready=False) for i, m in state.members.items()}
 
-    def still(current: rounds.Round) -> rounds.Round:
+    def still(current: Round) -> Round:
         opened = None if current.opened_at is None else 0.0
         return replace(current, opened_at=opened, quorum_at=None if current.quorum_at is None else 0.0)
 
@@ -56,12 +57,12 @@ def test_folding_the_facts_gives_the_state_that_the_events_gave(moves: list[Any]
         play.clock.now += move[-1]
         with suppress(Refused):
             play.take(event_of(play.state, move))
-    start = rounds.start(play.state.config, play.state.weights, play.state.schedule)
+    start = begin(play.state.config, play.state.weights, play.state.schedule)
     folded = written = start
     for fact in play.history:
-        folded = rounds.apply(folded, fact, 0.0)
+        folded = apply(folded, fact, 0.0)
         kind, body = facts.encode(fact)
-        written = rounds.apply(written, facts.decode(kind, json.loads(json.dumps(body))), 0.0)
+        written = apply(written, facts.decode(kind, json.loads(json.dumps(body))), 0.0)
     assert timeless(folded) == timeless(play.state)
     assert timeless(written) == timeless(play.state)
 

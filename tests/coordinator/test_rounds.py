@@ -7,25 +7,22 @@ import itertools
 import pytest
 
 from coordinator import rounds
-from coordinator.rounds import (
+from coordinator.facts import (
     Accepted,
     Admitted,
-    Beat,
     Committed,
-    Contributed,
     Dropped,
     Entry,
-    Event,
     Gone,
-    Leaving,
     Moved,
     Phase,
     Planted,
-    Seeded,
     Skipped,
-    Spoiled,
     Standing,
 )
+from coordinator.rounds import Beat, Contributed, Event, Leaving, Seeded, Spoiled
+from coordinator.state import Round, revive
+from coordinator.words import phase_reason, waiting_for
 from diloco.errors import Malformed, StaleEpoch
 from tests.support import DEADLINE_S, GRACE_S, LEASE_S, Play
 
@@ -39,19 +36,19 @@ def committed(island_shares: dict[str, float], reason: str, round_: int = 0, fra
 
 def test_a_run_starts_when_enough_islands_have_loaded_the_first_parameters() -> None:
     play = Play("rounds.start_islands=2")
-    assert rounds.phase_reason(play.state) == "waiting for an island"
+    assert phase_reason(play.state) == "waiting for an island"
     assert play.join("b") == [Admitted(island="b", epoch=1, reason="new")]
-    assert rounds.phase_reason(play.state) == "waiting for first parameters from b"
+    assert phase_reason(play.state) == "waiting for first parameters from b"
     play.join("a")
     assert play.state.seeder == "b"
     assert play.beat("b") == []
     assert play.take(Seeded()) == []
     assert play.facts == [Planted()]
     assert play.state.seeder == ""
-    assert rounds.phase_reason(play.state) == "1 of 2 islands are ready"
+    assert phase_reason(play.state) == "1 of 2 islands are ready"
     assert play.beat("a", ready=False) == []
     assert play.beat("a") == [Moved(phase=Phase.RUNNING, reason="2 islands are ready", active=("a", "b"))]
-    assert rounds.phase_reason(play.state) == ""
+    assert phase_reason(play.state) == ""
     assert {m.standing for m in play.state.members.values()} == {Standing.ACTIVE}
 
 
@@ -90,7 +87,7 @@ def test_an_island_that_is_gone_does_not_count_as_ready() -> None:
     play.leave("a")
     assert not play.state.members["a"].ready
     assert play.beat("b") == []
-    assert rounds.phase_reason(play.state) == "1 of 2 islands are ready"
+    assert phase_reason(play.state) == "1 of 2 islands are ready"
     play.join("a")
     assert play.state.phase is Phase.GATHERING
     assert play.beat("a") == [Moved(phase=Phase.RUNNING, reason="2 islands are ready", active=("a", "b"))]
@@ -177,7 +174,7 @@ def test_a_round_without_a_contribution_waits_for_ever() -> None:
     play = Play(islands="ab")
     play.clock.now += 100 * DEADLINE_S
     play.beat("a"), play.beat("b")
-    assert play.state.rounds[0] == rounds.Round()
+    assert play.state.rounds[0] == Round()
 
 
 def test_any_event_closes_a_round_that_is_overdue() -> None:
@@ -384,7 +381,7 @@ def test_a_contribution_spoiled_after_its_round_is_recorded_and_opens_nothing() 
     play = Play("rounds.quorum=1", islands="a")
     play.give("a")
     assert play.spoil("a", round_=0) == [Dropped(fragment=0, round=0, island="a", reason="not finite")]
-    assert play.state.rounds[0] == rounds.Round(version=1, round=1)
+    assert play.state.rounds[0] == Round(version=1, round=1)
 
 
 def contributed_and_spoiled(play: Play, round_: int) -> list[Event]:
@@ -427,7 +424,7 @@ def test_the_run_is_done_when_every_fragment_has_ended_its_last_round() -> None:
             [Moved(phase=Phase.DONE, reason="every fragment has ended its last round")] if last else []
         )
     assert play.state.phase is Phase.DONE
-    assert rounds.phase_reason(play.state) == ""
+    assert phase_reason(play.state) == ""
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -450,7 +447,7 @@ def test_a_run_that_is_taken_up_gives_full_leases_and_deadlines_and_forgets_noth
     play.give("a", fragment=1), play.give("b", fragment=1)
     before = play.state
     play.clock.now = 5.0  # another machine's clock
-    play.state = rounds.revive(before, play.clock())
+    play.state = revive(before, play.clock())
     assert {m.lease_until for m in play.state.members.values()} == {35.0}
     assert [(r.opened_at, r.quorum_at) for r in play.state.rounds] == [(5.0, None), (5.0, 5.0)]
     assert [r.entries for r in play.state.rounds] == [r.entries for r in before.rounds]
@@ -466,7 +463,7 @@ def test_a_run_that_is_taken_up_gives_full_leases_and_deadlines_and_forgets_noth
 
 def test_epochs_begin_above_the_one_that_is_named() -> None:
     config = Play().state.config
-    state = rounds.start(config, Play().state.weights, Play().state.schedule, epoch=7)
+    state = begin(config, Play().state.weights, Play().state.schedule, epoch=7)
     state, facts = rounds.step(state, rounds.Joined(island="a"), 0.0)
     assert facts == [Admitted(island="a", epoch=8, reason="new")]
     assert state.last_epoch == 8
@@ -477,16 +474,16 @@ def test_epochs_begin_above_the_one_that_is_named() -> None:
 
 def test_waiting_for_says_whom_and_until_when() -> None:
     play = Play("rounds.quorum=2", islands="abc")
-    assert rounds.waiting_for(play.state, 0, play.clock()) == ""
+    assert waiting_for(play.state, 0, play.clock()) == ""
     play.give("b")
     play.tick(20)
-    assert rounds.waiting_for(play.state, 0, play.clock()) == "1 more contributions (a, c), for at most 40 s more"
+    assert waiting_for(play.state, 0, play.clock()) == "1 more contributions (a, c), for at most 40 s more"
     play.give("a")
     play.tick(4)
-    assert rounds.waiting_for(play.state, 0, play.clock()) == "c, for at most 6 s more"
-    assert rounds.waiting_for(play.state, 0, play.clock() + 100) == "c, for at most 0 s more"
+    assert waiting_for(play.state, 0, play.clock()) == "c, for at most 6 s more"
+    assert waiting_for(play.state, 0, play.clock() + 100) == "c, for at most 0 s more"
     play.give("c")
-    assert rounds.waiting_for(play.state, 0, play.clock()) == ""
+    assert waiting_for(play.state, 0, play.clock()) == ""
 
 
 def test_waiting_for_keeps_to_the_deadline_where_the_grace_period_would_pass_it() -> None:
@@ -494,11 +491,11 @@ def test_waiting_for_keeps_to_the_deadline_where_the_grace_period_would_pass_it(
     play.give("a")
     play.tick(DEADLINE_S - 3)
     play.give("b")
-    assert rounds.waiting_for(play.state, 0, play.clock()) == "c, for at most 3 s more"
+    assert waiting_for(play.state, 0, play.clock()) == "c, for at most 3 s more"
 
 
 def test_waiting_for_names_no_island_where_none_is_missing() -> None:
     play = Play("rounds.quorum=2", islands="ab")
     play.give("a")
     play.leave("b")
-    assert rounds.waiting_for(play.state, 0, play.clock()) == "1 more contributions (any island), for at most 60 s more"
+    assert waiting_for(play.state, 0, play.clock()) == "1 more contributions (any island), for at most 60 s more"

@@ -11,21 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.rounds import (
-    Beat,
-    Committed,
-    Contributed,
-    Entry,
-    Event,
-    Fact,
-    Joined,
-    Leaving,
-    Seeded,
-    Skipped,
-    Spoiled,
-    State,
-    Tick,
-)
+from coordinator.facts import Committed, Entry, Fact, Skipped
+from coordinator.rounds import Beat, Contributed, Event, Joined, Leaving, Seeded, Spoiled, Tick
+from coordinator.state import State
 from diloco.errors import Malformed, Refused, StaleEpoch
 from tests.support import DEADLINE_S, Play
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coordinator import rounds
+from coordinator.facts import Entry
 from coordinator.run import Run
 from coordinator.store import Spool
 from diloco.codec import CODECS
@@ -396,7 +397,7 @@ def test_what_changes_while_a_push_is_made_durable_is_seen(
             leaving = rounds.Leaving(island="a", epoch=a.identity.epoch, reason="gone")
             at.served.call(at.run.take(leaving))
         else:
-            entry = rounds.Entry(island="b", epoch=b.identity.epoch, tokens=1)
+            entry = Entry(island="b", epoch=b.identity.epoch, tokens=1)
             spoiled = rounds.Spoiled(fragment=0, round=0, island="b", epoch=entry.epoch, reason="not finite")
             at.served.call(at.run.take(spoiled))
             at.clock.now += at.run.config.rounds.deadline_s
