@@ -177,14 +177,15 @@ def step(state: State, event: Event, now: float) -> tuple[State, list[Fact]]:
         Malformed: the event names a round or an island that cannot be.
         Refused: the run is being stopped and takes no more islands.
     """
-    state, pending = _respond(state, event, now)
+    state, found = _respond(state, event, now)
     facts: list[Fact] = []
-    while pending:
-        for fact in pending:
+    while True:
+        for fact in found:
             state = apply(state, fact, now)
-        facts += pending
-        pending = _follow(state, now)
-    return state, facts
+        facts += found
+        found = _follow(state, now)
+        if not found:
+            return state, facts
 
 
 # -- what an event brings by itself -----------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ def _respond(state: State, event: Event, now: float) -> tuple[State, list[Fact]]
         case Stop():
             return state, [] if state.stopping else [Stopping(reason=event.reason)]
         case Tick():
-            return state, _silent(state, now) or _follow(state, now)
+            return state, _silent(state, now)
 
 
 def _admit(state: State, event: Joined) -> Admitted:
@@ -236,9 +237,7 @@ def _beat(state: State, event: Beat, now: float) -> tuple[State, list[Fact]]:
     member = member_of(state, event.island, event.epoch)
     lease, ready = now + state.config.lease_s, event.ready or member.ready
     state = with_member(state, replace(member, lease_until=lease, ready=ready))
-    if member.standing is Standing.SUSPECT:
-        return state, [Trusted(island=event.island)]
-    return state, _follow(state, now)
+    return state, [Trusted(island=event.island)] if member.standing is Standing.SUSPECT else []
 
 
 def _progress(state: State, event: Progressed, now: float) -> State:
@@ -334,7 +333,7 @@ def _verdict(state: State, fragment: int, now: float) -> Committed | Skipped | A
         elif hard:
             why = f"{have} contributed within the deadline of {config.deadline_s:g} s"
         elif soft is not None and now >= soft and not state.paused:
-            why = f"{have} contributed and {', '.join(missing)} did not within {soft - current.opened_at:.1f} s"
+            why = f"{have} contributed and {', '.join(missing)} did not within {soft - current.opened_at:g} s of the first"
         else:
             return None
         return _commit(state, fragment, why)

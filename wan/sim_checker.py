@@ -276,7 +276,8 @@ class Checker:
             return
         self._looked = self.disk.changes
         snapshot, rounds_ = self.config.snapshot, len(self.fragments)
-        kept = snapshot.keep * snapshot.every_rounds + 2 * rounds_ + self._skipped
+        late = 0 if self.config.rounds.late == "drop" else self.config.rounds.late_rounds
+        kept = snapshot.keep * snapshot.every_rounds + (2 + late) * rounds_ + self._skipped
         files = sum(name.startswith("f") for name in self.disk.files)
         if files > kept * sum(self.ranks.values()):
             self.violate("I6", f"{files} files of contributions are kept")

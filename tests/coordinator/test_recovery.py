@@ -44,15 +44,19 @@ def timeless(state: State) -> State:
 
     def still(current: Round) -> Round:
         opened = None if current.opened_at is None else 0.0
-        return replace(current, opened_at=opened, quorum_at=None if current.quorum_at is None else 0.0)
+        past = tuple(replace(p, opened_at=None) for p in current.past)
+        return replace(
+            current, past=past, progress={}, opened_at=opened, quorum_at=None if current.quorum_at is None else 0.0
+        )
 
-    return replace(state, members=members, rounds=tuple(map(still, state.rounds)))
+    return replace(state, members=members, paused_at=0.0, rounds=tuple(map(still, state.rounds)))
 
 
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=150)
-@given(moves=st.lists(MOVES, max_size=60), quorum=st.integers(1, 3))
-def test_folding_the_facts_gives_the_state_that_the_events_gave(moves: list[Any], quorum: int) -> None:
-    play = Play(f"rounds.quorum={quorum}", "rounds.lease_s=300.0", "run.steps=40", islands="abc")
+@given(moves=st.lists(MOVES, max_size=60), quorum=st.integers(1, 3), late=st.sampled_from(["drop", "discount", "hold"]))
+def test_folding_the_facts_gives_the_state_that_the_events_gave(moves: list[Any], quorum: int, late: str) -> None:
+    late = f'rounds.late="{late}"'
+    play = Play(f"rounds.quorum={quorum}", "rounds.lease_s=300.0", "run.steps=40", late, islands="abc")
     for move in moves:
         play.clock.now += move[-1]
         with suppress(Refused):

@@ -11,10 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.facts import Committed, Entry, Fact, Skipped
-from coordinator.rounds import Beat, Contributed, Event, Joined, Leaving, Seeded, Spoiled, Tick
+from coordinator.facts import Accepted, Carried, Committed, Ended, Entry, Fact
+from coordinator.rounds import (
+    Beat,
+    Contributed,
+    Drain,
+    Event,
+    Joined,
+    Kick,
+    Leaving,
+    Pause,
+    Progressed,
+    Resume,
+    Seeded,
+    Spoiled,
+    Stop,
+    Tick,
+)
 from coordinator.state import State
-from diloco.errors import Malformed, Refused, StaleEpoch
+from diloco.errors import Dismissed, Malformed, Refused, StaleEpoch
 from tests.support import DEADLINE_S, Play
 
 steady = hypothesis.settings(deadline=None, derandomize=True)
@@ -42,7 +57,10 @@ def test_the_order_of_arrival_does_not_matter(tokens: dict[str, int], data: st.D
 
 
 ISLANDS = ("a", "b", "c", "d")
-KINDS = ("join", "beat", "beat", "leave", "seeded", "spoil", "tick", "tick", *["give"] * 8)
+KINDS = (
+    *("join", "beat", "beat", "leave", "seeded", "spoil", "tick", "tick", "progress", "drain", "kick", "pause"),
+    *("resume", "resume", *["give"] * 10),
+)
 MOVES = st.tuples(
     st.sampled_from(KINDS),
     st.sampled_from(ISLANDS),
@@ -66,6 +84,12 @@ def event_of(state: State, move: tuple[Any, ...]) -> Event:
             fragment=fragment, round=round_, entry=Entry(island=island, epoch=epoch, tokens=10 * epoch)
         ),
         "spoil": Spoiled(fragment=fragment, round=round_, island=island, epoch=epoch, reason="not finite"),
+        "progress": Progressed(fragment=fragment, round=round_, island=island),
+        "drain": Drain(island=island, reason="maintenance"),
+        "kick": Kick(island=island, reason="it misbehaves"),
+        "pause": Pause(reason="lunch"),
+        "resume": Resume(reason="after lunch"),
+        "stop": Stop(reason="enough"),
         "seeded": Seeded(),
         "tick": Tick(),
     }
@@ -75,7 +99,7 @@ def event_of(state: State, move: tuple[Any, ...]) -> Event:
 def check_step(before: State, after: State, decisions: Sequence[Fact], now: float) -> None:
     """What holds between a state, the next one and the decisions between them, whatever the event was."""
     for fragment, (old, new) in enumerate(zip(before.rounds, after.rounds, strict=True)):
-        ends = [d for d in decisions if isinstance(d, Committed | Skipped) and d.fragment == fragment]
+        ends = [d for d in decisions if isinstance(d, Ended) and d.fragment == fragment]
         folds = [d for d in ends if isinstance(d, Committed)]
         assert new.round == old.round + len(ends)
         assert new.version == old.version + len(folds)
@@ -84,31 +108,54 @@ def check_step(before: State, after: State, decisions: Sequence[Fact], now: floa
         assert all(end.round == old.round for end in ends)
         for fold in folds:
             assert fold.version == new.version
-            assert len(fold.shares) >= after.config.quorum
+            on_time = {name for name in fold.shares if "@" not in name}
+            assert len(on_time) >= after.config.quorum
             assert list(fold.shares) == sorted(fold.shares)
-            assert set(old.entries) <= set(fold.shares) <= set(ISLANDS)
+            assert set(old.entries) <= on_time <= set(ISLANDS)
+            assert set(fold.shares) - on_time == set(old.carried)
             assert sum(fold.shares.values()) == pytest.approx(1.0)
-        assert new.opened_at is None or now < new.opened_at + after.config.deadline_s
+        assert new.opened_at is None or after.paused or now < new.opened_at + after.config.deadline_s
+        assert new.opened_at is None or new.opened_at <= now
+        for name, late in new.carried.items():
+            assert name == f"{late.entry.island}@{late.round}"
+            assert new.round - after.config.late_rounds <= late.round < new.round
     assert after.last_epoch >= before.last_epoch
     assert len({m.epoch for m in after.members.values()}) == len(after.members)
 
 
 @hypothesis.settings(steady, max_examples=300)
-@given(moves=st.lists(MOVES, max_size=80), quorum=st.integers(1, 3))
-def test_whatever_comes_rounds_end_in_time_and_versions_count_commits(moves: list[Any], quorum: int) -> None:
-    play = Play(f"rounds.quorum={quorum}", "rounds.lease_s=300.0", "run.steps=40", islands="abc")
-    for move in moves:
+@given(
+    moves=st.lists(MOVES, max_size=80),
+    quorum=st.integers(1, 3),
+    late=st.sampled_from(["drop", "discount", "hold"]),
+    stop_at=st.one_of(st.none(), st.integers(0, 60)),
+)
+def test_whatever_comes_rounds_end_in_time_and_versions_count_commits(
+    moves: list[Any], quorum: int, late: str, stop_at: int | None
+) -> None:
+    play = Play(
+        f"rounds.quorum={quorum}", "rounds.lease_s=300.0", "run.steps=40", f'rounds.late="{late}"', islands="abc"
+    )
+    counted: set[tuple[int, int, str]] = set()
+    for number, move in enumerate(moves):
         play.clock.now += move[-1]
         before, copied = play.state, copy.deepcopy(play.state)
         try:
-            decisions = play.take(event_of(before, move))
+            decisions = play.take(Stop(reason="enough") if number == stop_at else event_of(before, move))
         except Refused as error:
-            assert type(error) in (StaleEpoch, Malformed)
+            assert type(error) in (StaleEpoch, Dismissed, Malformed) or (before.stopping and move[0] == "join")
             assert play.state is before
             decisions = []
-            assert move[0] not in ("join", "seeded", "tick")
+            assert move[0] not in ("seeded", "tick", "pause", "resume", "progress")
         else:
             check_step(before, play.state, decisions, play.clock())
+            for fact in play.facts:
+                if isinstance(fact, Accepted | Carried):
+                    key = (fact.fragment, fact.round, fact.entry.island)
+                    assert key not in counted
+                    counted.add(key)
         assert before == copied
+    if play.state.paused:
+        play.take(Resume(reason="the end"))
     play.tick(DEADLINE_S)
     assert all(r.opened_at is None for r in play.state.rounds)

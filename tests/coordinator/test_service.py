@@ -257,7 +257,7 @@ def test_a_late_contribution_is_answered_with_the_reason_and_recorded(make: Make
     a.push(FRAGMENT, draw(FRAGMENT, 1))
     at.tick(20)
     header, _ = b.fetch(FRAGMENT)
-    assert header.reason == "1 contributed and b did not within 20 s of grace"
+    assert header.reason == "1 contributed and b did not within 20 s of the first"
     receipt = b.push(FRAGMENT, draw(FRAGMENT, 2))
     assert (receipt.duplicate, receipt.dropped) == (False, "late: round 0 has ended, round 1 is open")
     assert [(i.contributions, i.dropped) for i in b.link.status().islands] == [(1, 0), (0, 1)]

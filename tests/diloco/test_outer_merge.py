@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.config import Weighting
-from diloco.merge import shares
+from diloco.merge import shares, weight
 from diloco.outer import nesterov
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)
@@ -82,10 +82,15 @@ def test_the_sign_goes_downhill(start: float, mu: float) -> None:
 # -- merge ----------------------------------------------------------------------------------------------------------
 
 
+def weighed(counts: dict[str, int], policy: Weighting) -> dict[str, int]:
+    """What contributions with these tokens weigh, each of a whole period."""
+    return {island: weight(policy, tokens=count, steps=4, period=4) for island, count in counts.items()}
+
+
 def mean(pseudo_gradients: dict[str, Tensor], counts: dict[str, int], policy: Weighting) -> Tensor:
     """The weighted mean, added up in the order of the shares."""
     total = torch.zeros_like(next(iter(pseudo_gradients.values())))
-    for island, share in shares(counts, policy).items():
+    for island, share in shares(weighed(counts, policy)).items():
         total.add_(pseudo_gradients[island], alpha=share)
     return total
 
@@ -93,7 +98,7 @@ def mean(pseudo_gradients: dict[str, Tensor], counts: dict[str, int], policy: We
 @given(tokens, st.sampled_from(["tokens", "uniform"]))
 @PROPERTY
 def test_shares_sum_to_one_in_the_order_of_islands(counts: dict[str, int], policy: Weighting) -> None:
-    found = shares(counts, policy)
+    found = shares(weighed(counts, policy))
     assert list(found) == sorted(counts)
     assert math.isclose(sum(found.values()), 1.0, rel_tol=1e-12)
     assert all(0 <= share <= 1 for share in found.values())
@@ -108,7 +113,7 @@ def test_the_order_of_arrival_changes_no_bit(
     shuffler.shuffle(arrived)
     generator = torch.Generator().manual_seed(0)
     values = {island: torch.randn(5, generator=generator) for island in counts}
-    assert list(shares(dict(arrived), policy).items()) == list(shares(counts, policy).items())
+    assert list(shares(weighed(dict(arrived), policy)).items()) == list(shares(weighed(counts, policy)).items())
     assert torch.equal(mean(values, dict(arrived), policy), mean(values, counts, policy))
 
 
@@ -116,32 +121,38 @@ def test_the_order_of_arrival_changes_no_bit(
 @PROPERTY
 def test_shares_go_by_tokens(counts: dict[str, int]) -> None:
     total = sum(counts.values())
-    assert shares(counts, "tokens") == {island: count / total for island, count in counts.items()}
+    assert shares(counts) == {island: count / total for island, count in counts.items()}
 
 
 @given(tokens)
 @PROPERTY
 def test_uniform_shares_do_not_look_at_tokens(counts: dict[str, int]) -> None:
-    assert shares(counts, "uniform") == dict.fromkeys(counts, 1 / len(counts))
+    assert shares(weighed(counts, "uniform")) == dict.fromkeys(counts, 1 / len(counts))
 
 
 @given(tokens)
 @PROPERTY
 def test_where_nobody_counted_tokens_all_weigh_the_same(counts: dict[str, int]) -> None:
-    assert shares(dict.fromkeys(counts, 0), "tokens") == dict.fromkeys(counts, 1 / len(counts))
+    assert shares(dict.fromkeys(counts, 0)) == dict.fromkeys(counts, 1 / len(counts))
 
 
 def test_who_trained_nothing_weighs_nothing() -> None:
-    assert shares({"b": 0, "a": 5}, "tokens") == {"a": 1.0, "b": 0.0}
+    assert shares({"b": 0, "a": 5}) == {"a": 1.0, "b": 0.0}
 
 
 def test_the_divisor_is_what_has_arrived() -> None:
-    assert shares({"b": 3}, "tokens") == shares({"b": 3}, "uniform") == {"b": 1.0}
+    assert shares({"b": 3}) == {"b": 1.0}
 
 
 def test_by_hand() -> None:
     values = {"a": torch.tensor([0.2]), "b": torch.tensor([0.6])}
     counts = {"b": 3, "a": 1}
-    assert shares(counts, "tokens") == {"a": 0.25, "b": 0.75}
+    assert shares(counts) == {"a": 0.25, "b": 0.75}
     assert mean(values, counts, "tokens").item() == pytest.approx(0.5)
     assert mean(values, counts, "uniform").item() == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(0, 10), (3, 3), (10, 10), (25, 10)])
+def test_uniform_weights_are_whole_for_who_trained_a_whole_period(steps: int, expected: int) -> None:
+    assert weight("uniform", tokens=999, steps=steps, period=10) == expected
+    assert weight("tokens", tokens=999, steps=steps, period=10) == 999
