@@ -44,6 +44,10 @@ class Coverage:
             fresh.setdefault(piece.tensor, []).append(piece.box)
         return fresh
 
+    def completed_by(self, pieces: Sequence[Piece]) -> bool:
+        """Whether nothing is missing once these pieces have come, which fit."""
+        return self._missing == sum(piece.box.numel for piece in pieces)
+
     def add(self, pieces: Sequence[Piece]) -> None:
         """Takes the pieces of one part. Raises `Malformed`, and takes none, where they do not fit."""
         for tensor, boxes in self.check(pieces).items():
@@ -217,12 +221,14 @@ class SeedBed:
         self._digests[fragment, rank] = digest
         return False
 
-    def harvest(self) -> list[Tensor]:
-        """The parameters of every fragment (fp32, flat), once: when all have come. Otherwise nothing."""
-        if not all(coverage.whole for coverage in self._coverage):
-            return []
-        anchors, self._anchors = self._anchors, []
-        return anchors
+    @property
+    def anchors(self) -> list[Tensor]:
+        """The parameters of every fragment (fp32, flat) when all have come; otherwise, or once cleared, nothing."""
+        return self._anchors if all(coverage.whole for coverage in self._coverage) else []
+
+    def clear(self) -> None:
+        """Forgets the parameters, and still knows the parts that have come."""
+        self._anchors = []
 
 
 def select(tensors: Fragment, payload: Tensor, pieces: Sequence[Piece], codec: Codec) -> list[Tensor]:

@@ -333,7 +333,8 @@ def _verdict(state: State, fragment: int, now: float) -> Committed | Skipped | A
         elif hard:
             why = f"{have} contributed within the deadline of {config.deadline_s:g} s"
         elif soft is not None and now >= soft and not state.paused:
-            why = f"{have} contributed and {', '.join(missing)} did not within {soft - current.opened_at:g} s of the first"
+            after = f"{soft - current.opened_at:g} s of the first"
+            why = f"{have} contributed and {', '.join(missing)} did not within {after}"
         else:
             return None
         return _commit(state, fragment, why)

@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from coordinator import facts, rounds
 from coordinator.facts import Aborted, Committed, Ended, Skipped, Standing
 from coordinator.fold import Outer, Part, fold
@@ -27,7 +25,7 @@ from coordinator.store import UPDATES_KEPT, Snapshot, Store
 from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.digest import show
-from diloco.errors import DigestMismatch, DivergedError, Expired, Malformed, RunMismatch, StaleEpoch
+from diloco.errors import DigestMismatch, DilocoError, DivergedError, Expired, Malformed, RunMismatch, StaleEpoch
 from diloco.fragments import partition
 from diloco.layout import Layout
 
@@ -35,6 +33,8 @@ log = logging.getLogger("diloco.coordinator")
 DISK_RETRY_S = 1.0
 """How long to leave a disk alone that has failed or is full."""
 T = TypeVar("T")
+Row = tuple[str, dict[str, Any]]
+"""Kind and body of a row of the ledger."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +181,8 @@ class Run:
 
     def _see_stopped(self) -> None:
         left = not any(member.present for member in self.state.members.values())
-        if (
-            self.state.stopping
-            and left
-            and self.ended == [current.round for current in self.state.rounds][: len(self.ended)]
-        ):
+        published = all(ended == r.round for ended, r in zip(self.ended, self.state.rounds, strict=False))
+        if self.state.stopping and left and published:
             self.stopped.set()
 
     def _recall(self, found: Recovered) -> None:
@@ -233,10 +230,16 @@ class Run:
         if not task.cancelled() and task.exception():
             log.debug("a request ended with %r", task.exception())  # its caller is told, if it is still there
 
-    async def _take(self, event: rounds.Event) -> None:
+    async def _take(
+        self, event: rounds.Event, with_row: Row | None = None, then: Callable[[], None] | None = None
+    ) -> None:
+        """Takes an event; `with_row` becomes durable in one with its facts, and `then` is done before they act."""
         state, found = rounds.step(self.state, event, self.clock())
-        if found:
-            await self._record([facts.encode(fact) for fact in found])
+        rows = [*([with_row] if with_row else []), *(facts.encode(fact) for fact in found)]
+        if rows:
+            await self._record(rows)
+        if then:
+            then()
         self.state = state
         for fact in found:
             self._act(fact)
@@ -244,7 +247,7 @@ class Run:
             async with self.changed:
                 self.changed.notify_all()
 
-    async def _record(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
+    async def _record(self, rows: list[Row]) -> None:
         """Makes rows of the ledger durable."""
         await asyncio.get_running_loop().run_in_executor(self._scribe, self.store.record, rows)
 
@@ -358,6 +361,16 @@ class Run:
         late = 0 if self.config.rounds.late == "drop" else self.config.rounds.late_rounds
         for fragment, needed in enumerate(needed_from):
             self._inbox.forget(fragment, before=needed - late)
+            self._sweep(fragment, before=needed - late)
+
+    def _sweep(self, fragment: int, before: int) -> None:
+        """Removes files of rounds of a fragment before round `before` that no contribution holds.
+
+        They are parts that were refused because the disk failed: it may have kept their row in the ledger all the same.
+        """
+        for path in self.store.root.glob(f"inbox/f{fragment}-r*"):
+            if int(path.name.split("-")[1][1:]) < before and not self._inbox.holds(path):
+                path.unlink(missing_ok=True)
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
@@ -378,19 +391,20 @@ class Run:
         return await self._in_turn(lambda: self._join(island, ranks, layout))
 
     async def _join(self, island: str, ranks: int, layout: Layout) -> int:
-        if self.layout is None:
-            fragments = partition(layout, self.config.sync)
-            await self._record([layout_row(layout)])
-            self.fragments, self.layout = fragments, layout
-            log.info("model layout %s from island %s: %d elements", layout.digest[:16], island, layout.numel)
-        elif layout.digest != self.layout.digest:
+        first = self.layout is None
+        fragments = partition(layout, self.config.sync) if first else self.fragments
+        if self.layout is not None and layout.digest != self.layout.digest:
             raise RunMismatch(
                 f"run '{self.config.run.id}' trains a model with layout {self.layout.digest[:16]}, and island "
                 f"'{island}' has layout {layout.digest[:16]}: {self.layout.difference(layout)}"
             )
-        self.progress.setdefault(island, Progress())
-        await self._take(rounds.Joined(island=island, ranks=ranks))
-        self.progress[island] = Progress()
+
+        def then() -> None:
+            self.fragments, self.layout, self.progress[island] = fragments, layout, Progress()
+
+        await self._take(rounds.Joined(island=island, ranks=ranks), layout_row(layout) if first else None, then)
+        if first:
+            log.info("model layout %s from island %s: %d elements", layout.digest[:16], island, layout.numel)
         return self.state.members[island].epoch
 
     def lease(self, run_id: str, island: str, epoch: int) -> None:
@@ -419,23 +433,21 @@ class Run:
         if bed is None:
             bed = self._seedbed = SeedBed(epoch, self.fragments)
         duplicate = await self.in_worker(lambda: bed.add(fragment, rank, part, digest))
-        anchors = bed.harvest() if bed is self._seedbed else []
-        if anchors:
-            await self._in_turn(lambda: self._plant(anchors))
+        if bed is self._seedbed and bed.anchors:
+            await self._in_turn(partial(self._plant, bed))
         return duplicate
 
-    async def _plant(self, anchors: list[Tensor]) -> None:
-        """Makes the first parameters durable, then shows them."""
-        pairs = list(zip(self.fragments, anchors, strict=True))
+    async def _plant(self, bed: SeedBed) -> None:
+        """Makes the first parameters durable, then shows them; where the disk fails, the last part is sent again."""
+        if self.state.seeded:
+            return  # another request of the same part was first
+        pairs = list(zip(self.fragments, bed.anchors, strict=True))
         ended = [0] * len(pairs)
-        try:
-            outers = await self.in_worker(lambda: [Outer.first(fragment, anchor) for fragment, anchor in pairs])
-            await self._save(outers, ended)
-            await self._take(rounds.Seeded())
-        except OSError:
-            self._seedbed = None
-            raise
+        outers = await self.in_worker(lambda: [Outer.first(fragment, anchor) for fragment, anchor in pairs])
+        await self._save(outers, ended)
+        await self._take(rounds.Seeded())
         self.outers, self.ended = outers, ended
+        bed.clear()
 
     def expected(self, island: str, fragment: int, round_: int, base_version: int) -> str:
         """Checks the key of a contribution: "" where it is taken, else why it would be dropped.
@@ -471,12 +483,18 @@ class Run:
         async def work() -> Taken:
             stored = await self.in_worker(keep)
             try:
-                return await self._in_turn(lambda: self._contribute(*key, stored, tokens, steps))
-            finally:
-                if not self._inbox.holds(stored.path):
-                    stored.path.unlink(missing_ok=True)
+                taken = await self._in_turn(lambda: self._contribute(*key, stored, tokens, steps))
+            except DilocoError:
+                self._discard(stored)
+                raise
+            self._discard(stored)  # not where the disk failed: the row may be there all the same, and need its file
+            return taken
 
         return await self._to_its_end(work())
+
+    def _discard(self, stored: Stored) -> None:
+        if not self._inbox.holds(stored.path):
+            stored.path.unlink(missing_ok=True)
 
     async def _contribute(
         self, island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int, steps: int
@@ -493,13 +511,20 @@ class Run:
         inbound = self._inbox.inbound(self.fragments[fragment], round_, island, epoch, accepted=accepted)
         if inbound is None:
             return Taken(dropped=f"{island} has already contributed to round {round_} under another epoch")
-        duplicate = inbound.check(rank, stored)
-        if not duplicate:
-            await self._record([part_row(island, epoch, rank, fragment, round_, stored, tokens, steps)])
+        if inbound.check(rank, stored):
+            return Taken(duplicate=True, late=self._carried(island, fragment, round_))
+
+        def then() -> None:
             inbound.add(rank, stored)
             inbound.tokens, inbound.steps = tokens, steps
-        await self._accept_whole(fragment)
-        return Taken(duplicate=duplicate, late=self._carried(island, fragment, round_))
+
+        row = part_row(island, epoch, rank, fragment, round_, stored, tokens, steps)
+        if inbound.coverage.completed_by(stored.pieces):
+            await self._take(_contributed(fragment, round_, island, epoch, tokens, steps), row, then)
+        else:
+            await self._record([row])
+            then()
+        return Taken(late=self._carried(island, fragment, round_))
 
     async def late(self, island: str, epoch: int, rank: int, fragment: int, round_: int, tokens: int) -> Taken:
         """Takes the news of a contribution that comes too late to be used, without its bytes."""

@@ -3,7 +3,7 @@
 I1  an acknowledged contribution is folded exactly once, or recorded as dropped or skipped with a reason
 I2  versions grow by one, and no island sees one go back within an epoch
 I3  everybody who reports a version of a fragment holds the same digest, across crashes
-I4  every round ends by its hard deadline, the coordinator's downtime excluded
+I4  every round ends by its hard deadline or the run is paused, the coordinator's downtime excluded
 I5  replaying the ledger from its beginning reproduces all digests and the state
 I6  files of contributions and outcomes in memory stay bounded, and no file is left behind
 I7  a refused request changes nothing
@@ -30,6 +30,7 @@ from diloco.errors import DilocoError
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece
 from diloco.merge import shares
+from diloco.schedule import Schedule
 from wan.sim_coordinator import ROOT, TICK_S, Reply, Request, SimCoordinator
 from wan.sim_world import Disk, MemoryStored
 
@@ -63,8 +64,7 @@ class Checker:
     Args:
         config, fragments: the run.
         disk: the coordinator's.
-        genesis: the outer state at version 0.
-        ranks: ranks of each island.
+        senders: ranks of each island that own a part of each fragment.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Checker:
         config: RunConfig,
         fragments: tuple[Fragment, ...],
         disk: Disk,
-        genesis: tuple[Outer, ...],
-        ranks: dict[str, int],
+        senders: dict[str, list[int]],
     ) -> None:
-        self.config, self.fragments, self.disk, self.ranks = config, fragments, disk, ranks
+        self.config, self.fragments, self.disk, self.senders = config, fragments, disk, senders
         self.now = 0.0
         self.violations: list[Violation] = []
-        self.outers = list(genesis)
-        self.digests = {(f, 0): outer.digest for f, outer in enumerate(genesis)}
+        self.outers: list[Outer] = []
+        self.digests: dict[tuple[int, int], int] = {}
+        self._genesis: list[Outer] = []
         self._epochs: dict[str, int] = {}
         self._parts: dict[Key, dict[int, dict[str, Any]]] = defaultdict(dict)
         self._entries: dict[tuple[int, int], dict[str, Entry]] = defaultdict(dict)
@@ -87,7 +87,7 @@ class Checker:
         """By fragment and the round that contributions are folded into: the rows of those that came late."""
         self._dropped: set[tuple[int, int, str]] = set()
         self._ends: dict[tuple[int, int], dict[str, float] | None] = {}
-        self._position = [(0, 0)] * len(genesis)
+        self._position = [(0, 0)] * len(Schedule.of(config).offsets)
         self._since: dict[int, float] = {}
         self._acked: dict[Key, set[int]] = defaultdict(set)
         self._seen: dict[tuple[str, int, int], int] = {}
@@ -106,6 +106,11 @@ class Checker:
                 self._epochs[body["island"]] = body["epoch"]
             case "gone":
                 self._epochs[body["island"]] = 0
+            case "planted":
+                self.outers = list(self._genesis)
+                self.digests = {(f, 0): outer.digest for f, outer in enumerate(self.outers)}
+            case "resumed":
+                self._since = dict.fromkeys(self._since, self.now)
             case "part":
                 self._part(body)
             case "accepted":
@@ -225,13 +230,17 @@ class Checker:
         self._seen[island, epoch, fragment] = version
         self._same_digest(fragment, version, digest, island)
 
+    def planted(self, outers: list[Outer]) -> None:
+        """The coordinator has written first parameters; they count once the ledger says so."""
+        self._genesis = outers
+
     def published(self, fragment: int, round_: int, outcome: Outcome) -> None:
         """The coordinator has published how a round ended."""
         self._same_digest(fragment, outcome.version, outcome.digest, "the coordinator")
 
     def answered(self, request: Request, reply: Reply) -> None:
         """The coordinator has sent a reply."""
-        if request.method == "push" and not reply.dropped:
+        if request.method == "push" and not request.seed and not reply.dropped:
             self._acked[Key(request.island, request.epoch, request.fragment, request.round)].add(request.rank)
 
     def refused(self, request: Request, error: DilocoError, changes: int) -> None:
@@ -269,7 +278,7 @@ class Checker:
             return
         limit = self.config.rounds.deadline_s + TICK_S + SLACK_S
         for fragment, since in self._since.items():
-            if self.now - since > limit:
+            if self.now - since > limit and not coordinator.state.paused:
                 self.violate("I4", f"the round of fragment {fragment} is open for {self.now - since:.1f} s")
                 self._since[fragment] = float("inf")
         if self._looked == self.disk.changes:
@@ -279,7 +288,7 @@ class Checker:
         late = 0 if self.config.rounds.late == "drop" else self.config.rounds.late_rounds
         kept = snapshot.keep * snapshot.every_rounds + (2 + late) * rounds_ + self._skipped
         files = sum(name.startswith("f") for name in self.disk.files)
-        if files > kept * sum(self.ranks.values()):
+        if files > kept * sum(max(counts) for counts in self.senders.values()):
             self.violate("I6", f"{files} files of contributions are kept")
         if len(coordinator.outcomes) > rounds_ * UPDATES_KEPT:
             self.violate("I6", f"{len(coordinator.outcomes)} outcomes are in memory")
@@ -290,11 +299,14 @@ class Checker:
             self.violate("I9", f"the run has not ended: {why}")
             return
         for key, ranks in self._acked.items():
-            if len(ranks) == self.ranks[key.island] and not self._settled(key):
+            if len(ranks) == self.senders[key.island][key.fragment] and not self._settled(key):
                 self.violate("I1", f"{key} was acknowledged and is neither folded nor recorded as dropped")
+        oldest, late = self.disk.snapshots[0].rounds, self.config.rounds.late_rounds
         for name in sorted(coordinator.disk.files):
             if name.startswith("f") and not coordinator.inbox.holds(coordinator.disk.file(name).path):
-                self.violate("I6", f"file {name} is left behind")
+                fragment, round_ = (int(part[1:]) for part in name.split("-")[:2])
+                if round_ < oldest[fragment] - late:
+                    self.violate("I6", f"file {name} is left behind")
         found = recovery.replay(self.disk.rows(), self.config, ROOT, self._archived)
         for (fragment, version), digest in found.digests.items():
             if digest != show(self.digests[fragment, version]):

@@ -14,7 +14,7 @@ import torch
 from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.digest import combine, digest
-from diloco.errors import CodecError, DilocoError, StaleEpoch, Unreachable
+from diloco.errors import CodecError, DilocoError, Dismissed, Expired, Overload, Refused, StaleEpoch, Unreachable
 from diloco.fragments import Fragment
 from diloco.framing import chunks
 from diloco.layout import Box, Layout, Piece
@@ -30,6 +30,10 @@ PATIENCE_S = 60.0
 """How long it goes on sending one request; then its session fails and it joins anew."""
 OUTCOME_S = 100.0
 """How long it waits for a round to end, besides what the round may take."""
+
+
+class AskedToLeave(DilocoError):
+    """The coordinator has told the island to leave."""
 
 
 class SimHeld(Held):
@@ -50,8 +54,8 @@ class Outside(Protocol):
     def send(self, island: str, request: Request, answer: Callable[[Reply | DilocoError], None]) -> Callable[[], None]:
         """Sends a request; `answer` is called for every reply that arrives. What it returns hangs up."""
 
-    def poison(self, island: str) -> bool:
-        """Whether the island's next contribution is to be full of NaN."""
+    def poison(self, island: str) -> str:
+        """Whether the island's next contribution holds NaN: "" (no), "sent" (as it is) or "seen" (and declined)."""
 
     def reported(self, island: str, epoch: int, fragment: int, version: int, digest: int) -> None:
         """The island holds a version."""
@@ -98,7 +102,8 @@ class SimIsland(Owner):
         self.slow = 1.0
         self.epoch = self.at_step = self.tokens = 0
         self.ready = False
-        self.fatal: StaleEpoch | None = None
+        self.directive = ""
+        self.fatal: Refused | None = None
         self.replicas: list[Replica] = []
         self._adopted = [(0, 0)] * len(fragments)
         """(tokens, inner step) at which each fragment's anchor was adopted."""
@@ -129,7 +134,7 @@ class SimIsland(Owner):
                 hang_up()
             elif isinstance(found[0], Reply):
                 return found[0]
-            elif not isinstance(found[0], CodecError):
+            elif not isinstance(found[0], CodecError | Overload):
                 raise found[0]
             if self.world.now > until:
                 raise Unreachable("nobody answers")
@@ -148,6 +153,8 @@ class SimIsland(Owner):
             self._sessions += 1
             try:
                 yield from self._session(self._sessions)
+                if not self.finished:  # it was asked to leave; somebody starts it again
+                    yield 1.0 + 4.0 * self.world.rng.random()
             except DilocoError as error:
                 self.outside.session_failed(self.shape.id, error)
                 for flight in itertools.chain(*self._flights.values()):
@@ -157,26 +164,49 @@ class SimIsland(Owner):
         self._sessions += 1
 
     def _session(self, number: int) -> Work[None]:
-        self.ready, self.fatal, self.tokens = False, None, 0
-        reply = yield from self.call(Request(method="join", island=self.shape.id))
+        self.ready, self.directive, self.fatal, self.tokens = False, "", None, 0
+        reply = yield from self.call(Request(method="join", island=self.shape.id, layout=self.layout))
         self.epoch = reply.epoch
         self.replicas = [self._replica(rank) for rank in range(self.shape.ranks)]
         self.world.spawn(self._beats(number), self)
-        yield from self._take_up()
+        try:
+            yield from self._take_up()
+        except AskedToLeave as asked:
+            yield from self._leave(asked.message)
+            return
         while self.at_step < self.config.run.steps:
+            if (yield from self._held()):
+                yield from self._leave("asked to leave")
+                return
             yield self.shape.step_s * self.slow * (0.9 + 0.2 * self.world.rng.random())
             self._train()
             yield from self._edge()
-        with contextlib.suppress(StaleEpoch, Unreachable):  # it has left before, or the lease will tell
-            yield from self.call(self._request("leave"), patience_s=TIMEOUT_S)
+        yield from self._leave("finished")
         self.finished = True
+
+    def _held(self) -> Work[bool]:
+        """Holds while the run is paused; says whether the island is to leave."""
+        while self.directive == "pause":
+            self._check()
+            yield 0.5
+        return self.directive == "leave"
+
+    def _leave(self, reason: str) -> Work[None]:
+        with contextlib.suppress(Refused, Unreachable):  # it has left before, or the lease will tell
+            yield from self.call(replace(self._request("leave"), reason=reason), patience_s=TIMEOUT_S)
+        self._sessions += 1
+        for flight in itertools.chain(*self._flights.values()):
+            flight.cancel()
+        self._flights.clear()
 
     def _beats(self, session: int) -> Work[None]:
         while session == self._sessions:
             try:
                 request = replace(self._request("beat"), step=self.at_step, ready=self.ready)
-                yield from self.call(request, patience_s=0.0)
-            except StaleEpoch as error:
+                reply = yield from self.call(request, patience_s=0.0)
+                if session == self._sessions:
+                    self.directive = reply.directive
+            except (StaleEpoch, Dismissed) as error:
                 if session == self._sessions:
                     self.fatal = error
                 return
@@ -185,8 +215,12 @@ class SimIsland(Owner):
             yield self.config.rounds.lease_s / 3
 
     def _poll(self) -> Work[Reply]:
+        """How the run stands, for an island that waits for its start. Raises `AskedToLeave`."""
         self._check()
-        return (yield from self.call(replace(self._request("beat"), step=self.at_step, ready=self.ready)))
+        state = yield from self.call(replace(self._request("beat"), step=self.at_step, ready=self.ready))
+        if state.directive == "leave":
+            raise AskedToLeave("asked to leave")
+        return state
 
     def _check(self) -> None:
         if self.fatal:
@@ -196,22 +230,17 @@ class SimIsland(Owner):
         """What `Session._take_up` does: anchors, then the updates that some ranks lack, then the run's start."""
         self.at_step = 0
         ranks = range(self.shape.ranks)
+        state = yield from self._poll()
+        while not state.positions:
+            if state.seeder == self.shape.id:  # all of them, again where a coordinator that was killed forgot some
+                for fragment in range(len(self.fragments)):
+                    for rank in ranks:
+                        if self.replicas[rank].owned(fragment):
+                            yield from self.call(self._first_parameters(fragment, rank))
+            yield 0.5
+            state = yield from self._poll()
         for fragment in range(len(self.fragments)):
-            found = []
-            for rank in ranks:
-                reply = yield from self.call(self._request("anchor", fragment, rank))
-                replica = self.replicas[rank]
-                replica.load(replica.owned(fragment), reply.payload, CODECS["fp32"])
-                found.append((reply.version, reply.round))
-            newest = max(round_ for _, round_ in found)
-            for rank in ranks:
-                version, round_ = found[rank]
-                while round_ < newest:
-                    reply = yield from self._fetch_update(fragment, round_, rank)
-                    version, round_ = reply.version, round_ + 1
-                self.replicas[rank].position[fragment] = Position(version, round_)
-                self.replicas[rank].mix(fragment, alpha=0.0)
-            self._report(fragment)
+            yield from self._adopt_anchors(fragment)
         self.ready = True
         state = yield from self._poll()
         while state.phase == "gathering":
@@ -221,6 +250,39 @@ class SimIsland(Owner):
         ahead = min((self.schedule.sync_step(p, r) for p, r in enumerate(moving)), default=0)
         self.at_step = min(max(self.schedule.position(moving), state.step), ahead - 1)
         self._adopted = [(0, self.at_step)] * len(self.fragments)
+
+    def _adopt_anchors(self, fragment: int) -> Work[None]:
+        """Fetches a fragment whole, and the updates that some ranks lack, and brings it into training."""
+        ranks, found = range(self.shape.ranks), []
+        for rank in ranks:
+            reply = yield from self.call(self._request("anchor", fragment, rank))
+            replica = self.replicas[rank]
+            replica.load(replica.owned(fragment), reply.payload, CODECS["fp32"])
+            found.append((reply.version, reply.round))
+        newest = max(round_ for _, round_ in found)
+        for rank in ranks:
+            version, round_ = found[rank]
+            while round_ < newest:
+                reply = yield from self._fetch_update(fragment, round_, rank)
+                version, round_ = reply.version, round_ + 1
+            self.replicas[rank].position[fragment] = Position(version, round_)
+        self._share(fragment)
+        for replica in self.replicas:
+            replica.mix(fragment, alpha=0.0)
+        self._report(fragment)
+        self._adopted[fragment] = (self.tokens, self.at_step)
+
+    def _first_parameters(self, fragment: int, rank: int) -> Request:
+        codec, owned = CODECS["fp32"], self.replicas[rank].owned(fragment)
+        parts = [h.anchor.view(-1).view(torch.uint8) for h in owned]
+        return replace(
+            self._request("push", fragment, rank),
+            seed=True,
+            pieces=tuple(h.piece for h in owned),
+            codec=(codec.id, codec.version),
+            messages=tuple(chunks(parts, self.config.wire.chunk_bytes)),
+            total_bytes=sum(part.numel() for part in parts),
+        )
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -245,19 +307,30 @@ class SimIsland(Owner):
 
     def _send(self, fragment: int, round_: int) -> None:
         poison = self.outside.poison(self.shape.id)
+        if poison == "seen":
+            self._roll_back()
         self._flights[fragment, round_] = [
             self.world.spawn(self._exchange(self._contribution(fragment, round_, rank, poison)), self)
             for rank in range(self.shape.ranks)
         ]
 
+    def _roll_back(self) -> None:
+        """Sets all parameters back to the anchors."""
+        for replica in self.replicas:
+            for fragment in range(len(self.fragments)):
+                replica.mix(fragment, alpha=0.0)
+        self._adopted = [(self.tokens, self.at_step)] * len(self.fragments)
+
     def _missed(self, fragment: int, round_: int) -> None:
         """The island came in after the send step: it contributes now, or a round that all missed would never open."""
         self._send(fragment, round_)
 
-    def _contribution(self, fragment: int, round_: int, rank: int, poison: bool) -> Request:
+    def _contribution(self, fragment: int, round_: int, rank: int, poison: str) -> Request:
         replica = self.replicas[rank]
-        payload = torch.cat(list(replica.encode(fragment, replica.stage(fragment))))
-        if poison and rank == 0:
+        if poison == "seen":
+            return replace(self._request("decline", fragment, rank), round=round_, reason="not finite")
+        payload = torch.cat([*replica.encode(fragment, replica.stage(fragment)), torch.empty(0, dtype=torch.uint8)])
+        if poison == "sent" and payload.numel():
             payload.view(torch.float32 if self.config.wire.up == "fp32" else torch.bfloat16)[0] = torch.nan
         return replace(
             self._request("push", fragment, rank),
@@ -272,7 +345,8 @@ class SimIsland(Owner):
         )
 
     def _exchange(self, contribution: Request) -> Work[Reply]:
-        yield from self.call(contribution)
+        if contribution.pieces or contribution.method == "decline":
+            yield from self.call(contribution)
         return (yield from self._fetch_update(contribution.fragment, contribution.round, contribution.rank))
 
     def _fetch_update(self, fragment: int, round_: int, rank: int) -> Work[Reply]:
@@ -294,40 +368,78 @@ class SimIsland(Owner):
             self._missed(fragment, round_)
         flights = self._flights.pop((fragment, round_))
         replies: list[Reply] = []
+        expired = False
         for flight in flights:
-            reply = yield from flight.result()
-            replies += [reply]
+            try:
+                reply = yield from flight.result()
+            except Expired:
+                expired = True
+            else:
+                replies += [reply]
+        if expired:
+            yield from self._adopt_anchors(fragment)
+            return
         if len({(r.outcome, r.version, r.digest) for r in replies}) > 1:
             raise DilocoError(f"ranks heard different outcomes of round {round_} of fragment {fragment}")
         for replica in self.replicas:
             replica.position[fragment] = Position(replies[0].version, round_ + 1)
         if replies[0].outcome == "committed":
+            self._share(fragment)
             self._report(fragment)
             for replica in self.replicas:
                 replica.mix(fragment)
             self._adopted[fragment] = (self.tokens, self.at_step)
 
+    def _share(self, fragment: int) -> None:
+        """Gives every rank that holds a replicated piece its owner's anchor."""
+        anchors = {h.piece: h.anchor for replica in self.replicas for h in replica.owned(fragment)}
+        for replica in self.replicas:
+            for held in replica.held(fragment):
+                held.anchor.copy_(anchors[held.piece])
+
     def _report(self, fragment: int) -> None:
-        found = combine(*(replica.digest_parts(fragment)[0] for replica in self.replicas))
+        parts = [replica.digest_parts(fragment) for replica in self.replicas]
+        found = combine(*(owned for owned, _ in parts))
+        if combine(*(check for _, check in parts)):
+            raise DilocoError(f"replicas of fragment {fragment} differ within {self.shape.id}")
         version = self.replicas[0].position[fragment].version
         self.outside.reported(self.shape.id, self.epoch, fragment, version, found)
 
     def _replica(self, rank: int) -> Replica:
-        held = []
-        for fragment in self.fragments:
-            for tensor, spec, start in zip(fragment.tensors, fragment.specs, fragment.starts, strict=True):
-                rows = spec.shape[0]
-                cut = [0, rows] if self.shape.ranks == 1 else [0, (rows + self.shape.seed % 2) // 2, rows]
-                size = (cut[rank + 1] - cut[rank], *spec.shape[1:])
-                piece = Piece(tensor, Box((cut[rank], *(0,) * (len(spec.shape) - 1)), size))
-                local = torch.zeros(size)
-                held.append(SimHeld(piece=piece, spec=spec, start=start, local=local, owners=(rank,)))
         wire = self.config.wire
         return Replica(
             rank=rank,
             fragments=self.fragments,
-            held=held,
+            held=hold(self.shape, rank, self.fragments),
             up=CODECS[wire.up],
             down=CODECS[wire.down],
             alpha=self.config.sync.alpha,
         )
+
+
+def hold(shape: Shape, rank: int, fragments: Sequence[Fragment]) -> list[Held]:
+    """What a rank of an island holds: matrices are cut by rows, vectors are held by all, as with tensor parallelism."""
+    held: list[Held] = []
+    for fragment in fragments:
+        for tensor, spec, start in zip(fragment.tensors, fragment.specs, fragment.starts, strict=True):
+            rows, ranks = spec.shape[0], tuple(range(shape.ranks))
+            replicated = len(spec.shape) == 1 or len(ranks) == 1
+            cut = [0, (rows + shape.seed % 2) // 2, rows]
+            first, last = (0, rows) if replicated else (cut[rank], cut[rank + 1])
+            turn = tensor % len(ranks)
+            owners = (*ranks[turn:], *ranks[:turn]) if replicated else (rank,)
+            size = (last - first, *spec.shape[1:])
+            piece = Piece(tensor, Box((first, *(0,) * (len(spec.shape) - 1)), size))
+            local = torch.linspace(-1.0, 1.0, piece.box.numel).add(0.1 * shape.seed).view(size)
+            held.append(SimHeld(piece=piece, spec=spec, start=start, local=local, owners=owners))
+    return held
+
+
+def senders(shape: Shape, fragments: Sequence[Fragment]) -> list[int]:
+    """How many ranks of an island own a part of each fragment."""
+    counts = [0] * len(fragments)
+    for rank in range(shape.ranks):
+        owned = {h.piece.tensor for h in hold(shape, rank, fragments) if h.owners[0] == rank}
+        for fragment in fragments:
+            counts[fragment.index] += not owned.isdisjoint(fragment.tensors)
+    return counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,13 @@ from coordinator.fold import Outer, fold
 from coordinator.state import State
 from diloco.config import RunConfig
 from diloco.errors import StaleEpoch
-from wan.sim_coordinator import Reply, Request, SimCoordinator, Watcher
+from wan.sim_coordinator import Reply, Request, Row, Watcher
 from wan.sim_island import SimIsland
+from wan.sim_service import SimService
 from wan.sim_world import Disk, MemoryStored, Work, World
 
 
-class AckBeforeFsync(SimCoordinator):
+class AckBeforeFsync(SimService):
     """Acknowledges a part as soon as it is in memory; file and ledger follow."""
 
     def contribute(self, request: Request, stored: MemoryStored, payload: Tensor) -> Work[Reply]:
@@ -28,7 +30,7 @@ class AckBeforeFsync(SimCoordinator):
         return Reply()
 
 
-class ForgetEpoch(SimCoordinator):
+class ForgetEpoch(SimService):
     """Takes requests of epochs that are over."""
 
     def lease(self, request: Request) -> None:
@@ -45,7 +47,7 @@ class ForgetEpoch(SimCoordinator):
             return super().find(replace(event, entry=replace(event.entry, epoch=current)))
 
 
-class StaleDivisor(SimCoordinator):
+class StaleDivisor(SimService):
     """Divides by the islands that were expected, not by those that arrived."""
 
     def find(self, event: rounds.Event) -> tuple[State, list[Fact]]:
@@ -60,7 +62,7 @@ class StaleDivisor(SimCoordinator):
         return replace(fact, shares={island: share * factor for island, share in fact.shares.items()})
 
 
-class ApplyTwice(SimCoordinator):
+class ApplyTwice(SimService):
     """Folds the first contribution of a round twice where it comes under load: here, in every third round."""
 
     def compute(self, decision: Committed) -> tuple[Outer, Tensor]:
@@ -75,26 +77,30 @@ class ApplyTwice(SimCoordinator):
         return fold(chart, outer, parts, decision.shares, self.config.outer, self.down)
 
 
-class FoldUnsyncedDecision(SimCoordinator):
+class FoldUnsyncedDecision(SimService):
     """Acts on facts before the ledger has them."""
 
-    def _take(self, event: rounds.Event) -> Work[None]:
+    def _take(
+        self, event: rounds.Event, with_row: Row | None = None, then: Callable[[], None] | None = None
+    ) -> Work[None]:
         state, found = self.find(event)
-        rows: list[tuple[str, dict[str, Any]]] = [facts.encode(fact) for fact in found]
+        rows = [*([with_row] if with_row else []), *(facts.encode(fact) for fact in found)]
+        if then:
+            then()
         self._adopt(state, found)
         if rows:
             yield from self._point("acted, not decided")
             yield from self._record(rows)
 
 
-class HangUp(SimCoordinator):
+class HangUp(SimService):
     """Abandons an event half way where the caller hangs up."""
 
     def _to_its_end(self, work: Work[Any]) -> Work[Any]:
         return (yield from work)
 
 
-class ForgetOutcomes(SimCoordinator):
+class ForgetOutcomes(SimService):
     """Knows no outcome after a restart but those it folds again."""
 
     def __init__(self, world: World, disk: Disk, config: RunConfig, base: float, watcher: Watcher) -> None:
@@ -111,7 +117,7 @@ class SilentNewcomer(SimIsland):
         ]
 
 
-PLANTS: dict[str, type[SimCoordinator] | type[SimIsland]] = {
+PLANTS: dict[str, type[SimService] | type[SimIsland]] = {
     "ack-before-fsync": AckBeforeFsync,
     "forget-epoch": ForgetEpoch,
     "stale-divisor": StaleDivisor,

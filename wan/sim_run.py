@@ -7,30 +7,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import xxhash
 
-from coordinator import facts, recovery
-from coordinator.facts import Phase, Planted
+from coordinator import rounds
+from coordinator.facts import Phase
 from coordinator.fold import Outer
 from coordinator.run import Outcome
 from diloco.config import RunConfig, load_run
 from diloco.errors import DilocoError
-from diloco.fragments import Fragment, partition
+from diloco.fragments import partition
 from diloco.layout import Layout, TensorSpec
 from diloco.schedule import Schedule
 from wan.sim_checker import Checker, Violation
 from wan.sim_coordinator import Reply, Request, SimCoordinator
-from wan.sim_island import Shape, SimIsland
+from wan.sim_island import Shape, SimIsland, senders
 from wan.sim_plants import PLANTS
-from wan.sim_world import Disk, Process, Saved, World
+from wan.sim_service import SimService
+from wan.sim_world import Disk, Process, World
 
 CALM_S = 600.0
 """Virtual seconds within which a run must end once nothing disturbs it."""
 QUIET_S = 5.0
 """How long no request has come before a run that is done counts as over: late copies must change nothing."""
 MOST_EVENTS = 60_000
-LAYOUT = Layout([TensorSpec("layers.0.w", (4, 3)), TensorSpec("layers.1.b", (2,)), TensorSpec("layers.1.w", (3, 2))])
+LAYOUT = Layout(
+    [
+        TensorSpec("layers.0.w", (4, 3)),
+        TensorSpec("layers.1.b", (2,)),
+        TensorSpec("layers.1.w", (3, 2)),
+        TensorSpec("positions", (3,), "static"),
+    ]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +54,7 @@ class Result:
 
 
 def configure(rng: random.Random, islands: int) -> RunConfig:
-    """Settings of a run with two fragments and two or three rounds each."""
+    """Settings of a run with two moving fragments and two to five rounds each."""
     quorum = rng.randint(1, islands)
     start = rng.randint(quorum, islands)
     deadline = rng.choice((8.0, 15.0, 25.0))
@@ -55,7 +62,7 @@ def configure(rng: random.Random, islands: int) -> RunConfig:
         f"""
         [run]
         id = "sim"
-        steps = {rng.choice((8, 12))}
+        steps = {rng.choice((8, 8, 12, 20))}
         [sync]
         strategy = "strided"
         fragments = 2
@@ -113,7 +120,7 @@ class Simulation:
         self._hash = xxhash.xxh3_64()
         rng = self.world.rng
         planted = PLANTS[plant] if plant else None
-        self._coordinator_kind = planted if planted and issubclass(planted, SimCoordinator) else SimCoordinator
+        self._coordinator_kind = planted if planted and issubclass(planted, SimService) else SimService
         self._island_kind = planted if planted and issubclass(planted, SimIsland) else SimIsland
         self.shapes = [
             Shape(id=f"i{i}", ranks=rng.randint(1, 2), step_s=rng.uniform(0.3, 1.0), seed=rng.randrange(1000))
@@ -123,12 +130,9 @@ class Simulation:
         self.fragments = partition(LAYOUT, self.config.sync)
         self.schedule = Schedule.of(self.config)
         self.disk = Disk()
-        genesis = _genesis(self.fragments)
-        self.checker = Checker(self.config, self.fragments, self.disk, genesis, {s.id: s.ranks for s in self.shapes})
-        self.disk.snapshots = [Saved(outers=genesis, rounds=(0,) * len(genesis))]
-        self.disk.append([recovery.layout_row(LAYOUT), facts.encode(Planted())])
-        self.disk.commit()
-        self.coordinator: SimCoordinator | None = None
+        ranks = {shape.id: senders(shape, self.fragments) for shape in self.shapes}
+        self.checker = Checker(self.config, self.fragments, self.disk, ranks)
+        self.coordinator: SimService | None = None
         self.islands: dict[str, SimIsland] = {}
         self.cut: set[str] = set()
         self.weather = Weather()
@@ -174,7 +178,7 @@ class Simulation:
         return (
             coordinator is not None
             and coordinator.state.phase is Phase.DONE
-            and self.schedule.finished(coordinator.ended)
+            and self.schedule.finished(coordinator.ended[: len(self.schedule.offsets)])
             and len(self.islands) == len(self.shapes)
             and all(island.finished for island in self.islands.values())
             and self.world.now > self._last_request + QUIET_S
@@ -240,7 +244,7 @@ class Simulation:
         def incident() -> None:
             if self.world.now >= active:
                 return
-            shape, kind = rng.choice(self.shapes), rng.randrange(8)
+            shape, kind = rng.choice(self.shapes), rng.randrange(13)
             island = self.islands.get(shape.id)
             if kind == 0:
                 self.crash_coordinator(rng.uniform(0.1, 5.0))
@@ -259,18 +263,42 @@ class Simulation:
             elif kind == 6 and self.coordinator:
                 self.say("the coordinator's clock jumps")
                 self.coordinator.base += rng.uniform(1.0, 20.0)
+            elif kind in (8, 9):
+                self.say("the disk fails")
+                self.disk.failing = rng.choice(("no space left on device", "input/output error"))
+                at(rng.uniform(0.5, 10.0), lambda: setattr(self.disk, "failing", ""))
+            elif kind == 10:
+                self.command(rounds.Pause(reason="an operator wants it"))
+                at(rng.uniform(1.0, 15.0), lambda: self.command(rounds.Resume(reason="an operator wants it")))
+            elif kind == 11:
+                order = rounds.Drain if rng.random() < 0.5 else rounds.Kick
+                self.command(order(island=shape.id, reason="an operator wants it"))
+            elif kind == 12 and rng.random() < 0.5:
+                self.command(rounds.Stop(reason="an operator wants it"))
             at(rng.uniform(0.5, 8.0), incident)
 
         def calm() -> None:
             self.say("nothing disturbs the run any more")
-            self.weather, self._doom = Weather(), set()
+            self.weather, self._doom, self.disk.failing = Weather(), set(), ""
+            resume()
             self.cut.clear()
             for island in self.islands.values():
                 island.slow = 1.0
 
+        def resume() -> None:
+            if not self.coordinator or self.coordinator.state.paused:
+                self.command(rounds.Resume(reason="an operator wants it"))
+                at(1.0, resume)
+
         if rng.random() < 0.9:
             at(rng.uniform(0.5, 6.0), incident)
         at(active, calm)
+
+    def command(self, event: rounds.Event) -> None:
+        """An operator has the coordinator take an event, if there is one."""
+        if self.coordinator:
+            self.say(f"an operator: {event}")
+            self.world.spawn(self.coordinator.take(event), self.coordinator)
 
     # -- the network ------------------------------------------------------------------------------------------------
 
@@ -310,9 +338,9 @@ class Simulation:
             late = rng.random() < 0.02
             self.world.at(rng.random() * weather.delay_s * (20 if late else 1), deliver)  # type: ignore[arg-type]
 
-    def poison(self, island: str) -> bool:
-        """Whether an island's next contribution is full of NaN."""
-        return self.world.rng.random() < self.weather.poison
+    def poison(self, island: str) -> str:
+        """Whether an island's next contribution holds NaN, and whether the island sees it."""
+        return self.world.rng.choice(("sent", "seen")) if self.world.rng.random() < self.weather.poison else ""
 
     # -- watching ---------------------------------------------------------------------------------------------------
 
@@ -349,8 +377,17 @@ class Simulation:
         self.say(f"{request.method} of {request.island} is refused: {error}")
         self.checker.refused(request, error, changes)
 
-    def ticked(self, coordinator: SimCoordinator) -> None:
-        """A tick has been taken."""
+    def planted(self, outers: list[Outer]) -> None:
+        """First parameters are written."""
+        self.checker.planted(outers)
+
+    def stopped(self) -> None:
+        """A coordinator that was told to stop has nobody left to wait for: it ends, and is started again."""
+        if self.coordinator:
+            self.say("the coordinator ends")
+            self.coordinator.kill()
+            self.coordinator = None
+            self.world.at(self.world.rng.uniform(0.5, 4.0), self._start_coordinator)
 
     def reported(self, island: str, epoch: int, fragment: int, version: int, digest: int) -> None:
         """An island holds a version."""
@@ -367,9 +404,3 @@ def _damaged(request: Request) -> Request:
     first = bytearray(request.messages[0])
     first[-1] ^= 0x40
     return replace(request, messages=(bytes(first), *request.messages[1:]))
-
-
-def _genesis(fragments: tuple[Fragment, ...]) -> tuple[Outer, ...]:
-    return tuple(
-        Outer.first(f, torch.linspace(-1.0, 1.0, f.numel, dtype=torch.float32) * (f.index + 1)) for f in fragments
-    )

@@ -71,7 +71,7 @@ class Process:
         self.changes = 0
         """Changes to durable or decided state that were made on its behalf."""
         self.running = False
-        self.done, self.value, self.error = False, cast(Any, None), cast("DilocoError | None", None)
+        self.done, self.value, self.error = False, cast(Any, None), cast("DilocoError | OSError | None", None)
         self.finished = Gate()
         self._token = 0
 
@@ -88,7 +88,7 @@ class Process:
             wait = next(self.work)
         except StopIteration as stop:
             self._end(stop.value, None)
-        except DilocoError as error:
+        except (DilocoError, OSError) as error:
             self._end(None, error)
         else:
             self.running = False
@@ -114,7 +114,7 @@ class Process:
             raise self.error
         return self.value
 
-    def _end(self, value: Any, error: DilocoError | None) -> None:
+    def _end(self, value: Any, error: DilocoError | OSError | None) -> None:
         self.running = False
         self.done, self.value, self.error = True, value, error
         if self in self.owner.processes:
@@ -227,6 +227,8 @@ class Disk:
         self.transaction: list[tuple[str, str]] = []
         """Rows written and not yet synced."""
         self.snapshots: list[Saved] = []
+        self.failing = ""
+        """Why nothing can be written at the moment."""
         self.changes = 0
         """Changes of `files`."""
 
@@ -234,23 +236,32 @@ class Disk:
         """A name on this disk."""
         return File(self, name)
 
+    def check(self) -> None:
+        """Raises `OSError` while nothing can be written."""
+        if self.failing:
+            raise OSError(self.failing)
+
     def write(self, name: str, data: Tensor) -> None:
         """Writes a file without syncing it."""
+        self.check()
         self.files[name] = data
         self.changes += 1
 
     def sync(self, name: str) -> None:
         """Makes a file durable under its name."""
+        self.check()
         if name in self.files:
             self.synced[name] = self.archive[name] = self.files[name]
 
     def append(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
         """Writes a transaction of the ledger without syncing it."""
+        self.check()
         self.transaction += [(kind, json.dumps(body)) for kind, body in rows]
 
     def commit(self) -> list[tuple[str, dict[str, Any]]]:
-        """Makes the written transaction durable; returns its rows."""
+        """Makes the written transaction durable; returns its rows. A disk that fails loses it."""
         rows, self.transaction = self.transaction, []
+        self.check()
         self.ledger += rows
         return [(kind, json.loads(text)) for kind, text in rows]
 
@@ -264,7 +275,7 @@ class Disk:
                 del self.synced[name]
         self.files = dict(self.synced)
         self.changes += 1
-        kept = self.commit() if rng.random() < 0.3 else []
+        kept = self.commit() if rng.random() < 0.3 and not self.failing else []
         self.transaction = []
         return kept
 

@@ -165,13 +165,15 @@ def test_first_parameters_come_together_from_any_ranks_in_any_order(seed: int, r
     ]
     chance.shuffle(sent)
     for fragment, rank, pieces in sent:
-        assert bed.harvest() == []
+        assert bed.anchors == []
         seeds = part(FRAGMENTS[fragment], ramp(fragment), pieces, CODECS[codec])
         assert bed.add(fragment, rank, seeds, "digest") is False
-    for fragment, anchor in enumerate(bed.harvest()):
+    for fragment, anchor in enumerate(bed.anchors):
         expected = ramp(fragment) if codec == "fp32" else ramp(fragment).bfloat16().float()
         assert torch.equal(anchor, expected)
-    assert bed.harvest() == []
+    bed.clear()
+    assert bed.anchors == []
+    assert bed.known(*sent[0][:2], "digest")
 
 
 def test_first_parameters_that_come_twice_are_known_and_other_bytes_are_a_conflict() -> None:
@@ -196,7 +198,7 @@ def test_first_parameters_that_are_refused_are_not_placed() -> None:
     bed.add(0, 1, part(FRAGMENT, ramp(0), REST), "four")
     for fragment in (OTHER, STATIC):
         bed.add(fragment.index, 0, part(fragment, ramp(fragment.index)), "five")
-    assert torch.equal(bed.harvest()[0], ramp(0))
+    assert torch.equal(bed.anchors[0], ramp(0))
 
 
 # -- parts of an update ---------------------------------------------------------------------------------------------

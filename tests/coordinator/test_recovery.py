@@ -411,11 +411,19 @@ def test_a_disk_that_takes_no_row_refuses_what_needs_one_and_changes_nothing(
         assert a.beat().phase == "running"  # what needs no row goes on
         at_end = at.run.state
         assert timeless(at_end) == timeless(state)
-        assert (len(list(at.run.store.ledger.read())), at.inbox()) == (rows, files)
+        assert len(list(at.run.store.ledger.read())) == rows
+        left = set(at.inbox()) - set(files)  # the disk may have kept their rows all the same
+        assert {name.split("-")[2] for name in left} == {"b"}
     assert other.join().epoch == 3
     b.push(FRAGMENT, draw(FRAGMENT, 2), LEFT)
     b.push(FRAGMENT, draw(FRAGMENT, 2), RIGHT, rank=1)
     assert a.fetch(FRAGMENT)[0].outcome == "committed"
+    for visitor in (a, b):
+        visitor.push(OTHER, draw(OTHER, 3))
+    assert a.fetch(OTHER)[0].outcome == "committed"
+    at.served.call(at.run._in_turn(lambda: at.run._save(at.run.outers, at.run.ended)))
+    at.served.call(at.run._in_turn(lambda: at.run._save(at.run.outers, at.run.ended)))
+    assert not at.inbox()
     assert not at.run.failed.done()
 
 
