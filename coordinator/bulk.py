@@ -18,7 +18,7 @@ from coordinator.answers import Context, abort, answers, to_bytes
 from coordinator.fold import Part
 from coordinator.inbox import Stored, select
 from coordinator.run import Outcome, Run
-from coordinator.store import Spool, read_payload
+from coordinator.store import Spool
 from diloco.codec import CODECS, by_id
 from diloco.errors import DilocoError, Malformed
 from diloco.framing import chunks, pieces_from_proto
@@ -54,7 +54,8 @@ class Bulk:
                     return pb.Receipt(duplicate=True)  # the receipt was lost on its way
                 await run.take(self._late(header))
                 return pb.Receipt(dropped=dropped)
-        spool = Spool(run.store.inbox_path(f"{xxhash.xxh3_64_hexdigest(header.SerializeToString())}.partial"))
+        name = f"{xxhash.xxh3_64_hexdigest(header.SerializeToString())}.partial"
+        spool = Spool(run.store.inbox_path(name), run.store.files)
         try:
             async for message in messages:
                 spool.add(message, header.total_bytes)
@@ -68,7 +69,7 @@ class Bulk:
         spool.check_complete(header.total_bytes)
         pieces = tuple(self._pieces(header.pieces, header.fragment))
         codec = by_id(header.codec_id, header.codec_version)
-        part = Part(pieces=pieces, codec=codec, payload=read_payload(spool.path))
+        part = Part(pieces=pieces, codec=codec, payload=run.store.files.map(spool.path))
         if header.seed:
             duplicate = await run.seed(*key, header.rank, header.fragment, part, spool.digest)
             return pb.Receipt(duplicate=duplicate)
@@ -79,7 +80,7 @@ class Bulk:
 
         def keep() -> Stored:
             path = spool.publish(run.store.inbox_path(f"{name}-{spool.digest}"))
-            return Stored(pieces=pieces, codec=codec, path=path, digest=spool.digest)
+            return Stored(pieces=pieces, codec=codec, path=path, digest=spool.digest, files=run.store.files)
 
         duplicate, dropped = await run.contribute(*key, header.rank, header.fragment, header.round, keep, header.tokens)
         return pb.Receipt(duplicate=duplicate, dropped=dropped)
@@ -151,7 +152,7 @@ class Bulk:
             if outcome.update is None:
                 return header, iter(())
             payload, codec, digest = (
-                read_payload(outcome.update),
+                run.store.files.map(outcome.update),
                 CODECS[run.config.wire.down],
                 outcome.digest,
             )

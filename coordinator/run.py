@@ -18,11 +18,14 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from coordinator import facts, rounds
+from coordinator.compaction import COMPACT_ROWS, compact
+from coordinator.copies import Copies
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import SeedBed, Stored
 from coordinator.recovery import Recovered, clean, folded_row, layout_row, part_row, recover, run_row
 from coordinator.rounds import Committed, Skipped
-from coordinator.store import UPDATES_KEPT, Snapshot, Store
+from coordinator.snapshots import Keeper, Snapshot
+from coordinator.store import UPDATES_KEPT, Store
 from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.digest import show
@@ -80,7 +83,7 @@ class Run:
 
     def __init__(self, config: RunConfig, store: Store, clock: Callable[[], float]) -> None:
         self.config, self.store, self.clock = config, store, clock
-        found = recover(store.ledger, config, store.root)
+        found = recover(store.ledger, config, store.root, files=store.files)
         self.state = rounds.revive(found.state, clock())
         self.layout, self.fragments = found.layout, found.fragments
         self.outers: list[Outer] = found.outers
@@ -104,10 +107,15 @@ class Run:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fold")
         self._scribe = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._down = CODECS[config.wire.down]
+        self._copies = Copies(store.root, config) if config.snapshot.url else None
+        self._keeper = Keeper(self._write_snapshot, self._saved, lambda: DISK_RETRY_S)
+        self._offered = committed
+        """Commits that the last snapshot offered to the keeper holds."""
         if found.fresh:
             store.record([run_row(config)])
         else:
             clean(store.root, found)
+            store.recount()
             self._recall(found)
             versions = [outer.version for outer in self.outers]
             log.info("taken up from the ledger: versions %s, %d rounds to fold", versions, len(found.pending))
@@ -116,7 +124,9 @@ class Run:
 
     def begin(self) -> None:
         """Starts the clock of leases and deadlines, and the folding of rounds."""
-        self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._tick, self._end_rounds)]
+        self._tasks = [
+            asyncio.create_task(self._guard(work)) for work in (self._tick, self._end_rounds, self._keeper.work)
+        ]
 
     async def finish(self) -> None:
         """Stops, with a last snapshot of what has been committed."""
@@ -129,6 +139,11 @@ class Run:
                 await self._save(self.outers, self.ended)
             except OSError as error:
                 log.error("no last snapshot (%s); the ledger has what is not in the one before", error)
+        if self.outers:
+            await self._keeper.alone(lambda: self._compact(least=1))
+        self._keeper.close()
+        if self._copies:
+            await asyncio.to_thread(self._copies.close)
         self._worker.shutdown()
         self._scribe.shutdown()
 
@@ -262,8 +277,9 @@ class Run:
                 self._inbox.drop(decision.fragment, decision.round)
             async with self.changed:
                 self.changed.notify_all()
-            if self.totals.unsaved >= self.config.snapshot.every_rounds:
-                await self._until_durable(lambda: self._save(self.outers, self.ended))
+            if self.totals.committed - self._offered >= self.config.snapshot.every_rounds:
+                self._offered = self.totals.committed
+                self._keeper.offer(self._snapshot(self.outers, self.ended))
 
     async def _until_durable(self, work: Callable[[], Awaitable[None]]) -> None:
         """Does work that changes nothing where the disk fails it, again and again until the disk takes it."""
@@ -307,18 +323,38 @@ class Run:
         self.ended[decision.fragment] = decision.round + 1
         self.outcomes.pop((decision.fragment, decision.round - UPDATES_KEPT), None)
 
-    async def _save(self, outers: Sequence[Outer], ended: Sequence[int]) -> None:
-        """Takes a snapshot; then forgets contributions that no snapshot kept needs."""
+    def _snapshot(self, outers: Sequence[Outer], ended: Sequence[int]) -> Snapshot:
         assert self.layout is not None
-        snapshot = Snapshot(
+        return Snapshot(
             config=self.config,
             layout=self.layout,
             fragments=self.fragments,
             outers=tuple(outers),
             rounds=tuple(ended),
+            last_epoch=self.state.last_epoch,
         )
-        needed_from = await self.in_worker(lambda: self.store.save(snapshot, self.config.snapshot.keep))
-        self.totals.unsaved = 0
+
+    async def _save(self, outers: Sequence[Outer], ended: Sequence[int]) -> None:
+        """Takes a snapshot, and returns when it is complete. Raises `OSError` where the disk does not take it."""
+        await self._keeper.write(self._snapshot(outers, ended))
+
+    def _write_snapshot(self, snapshot: Snapshot) -> Sequence[int]:
+        """Writes a snapshot and what follows from it; returns the rounds that all snapshots kept hold."""
+        manifest, needed_from = self.store.save(snapshot, self.config.snapshot.keep)
+        self._compact(least=COMPACT_ROWS)
+        if self._copies:
+            self._copies.offer(manifest)
+        return needed_from
+
+    def _compact(self, least: int) -> None:
+        try:
+            compact(self.store, self.config, least)
+        except OSError as error:
+            log.warning("the ledger is not compacted now: %s", error)
+
+    def _saved(self, snapshot: Snapshot, needed_from: Sequence[int]) -> None:
+        """Forgets contributions that no snapshot kept needs."""
+        self.totals.unsaved = self.totals.committed - snapshot.commits
         for fragment, needed in enumerate(needed_from):
             self._inbox.forget(fragment, before=needed)
 
@@ -435,7 +471,7 @@ class Run:
                 return await self._in_turn(lambda: self._contribute(*key, stored, tokens))
             finally:
                 if not self._inbox.holds(stored.path):
-                    stored.path.unlink(missing_ok=True)
+                    stored.discard()
 
         return await self._to_its_end(work())
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import diloco.cli
 from coordinator import facts, rounds
 from coordinator.cli import ledger as command
-from coordinator.store import load_snapshot
+from coordinator.snapshots import load_snapshot
 from diloco.errors import DigestMismatch, DilocoError, ExitCode, InputError, Refused, StaleEpoch
 from diloco.fragments import Fragment, partition
 from diloco.layout import Piece
@@ -365,7 +365,7 @@ def test_a_ledger_without_its_snapshots_is_refused(tmp_path: Path) -> None:
 )
 def test_a_damaged_ledger_is_refused_with_the_place(tmp_path: Path, change: str, words: str) -> None:
     with ExitStack() as stack:
-        a, _ = Rig(CONFIG, tmp_path, stack).started("a", "b")
+        a, _ = Rig(CONFIG, tmp_path, stack, killed=True).started("a", "b")
         a.push(FRAGMENT, draw(FRAGMENT, 1))
     edit(tmp_path, change)
     with pytest.raises(InputError, match=words), serving(CONFIG, tmp_path):
