@@ -151,7 +151,6 @@ def test_a_store_that_hangs_delays_no_round(tmp_path: Path, monkeypatch: pytest.
         held.wait(30)
 
     monkeypatch.setattr(copies, "upload", hangs)
-    monkeypatch.setattr(copies, "CLOSE_S", 0.0)
     with ExitStack() as stack:
         stack.callback(held.set)
         at = Rig(with_url("memory://bucket"), tmp_path, stack)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import xxhash
 
-from coordinator.files import REAL
+from coordinator.files import REAL, Files
 from coordinator.store import UPDATES_KEPT, Spool, Store, check_same_run
 from diloco.errors import CodecError, EnvironmentFault, RunMismatch
 from diloco.framing import chunk
