@@ -295,3 +295,22 @@ def test_a_state_from_before_a_field_was_added_takes_its_default(copy: Path) -> 
     there = replay(found, CONFIG, copy, lambda body: stored(body, copy, ReadOnly())).state
     whole = replay(rows, CONFIG, copy, lambda body: stored(body, copy, ReadOnly())).state
     assert there == replace(whole, members={i: replace(m, dropped=0) for i, m in whole.members.items()})
+
+
+def test_verification_goes_on_from_the_next_snapshot_where_a_coordinator_replaces_the_oldest(copy: Path) -> None:
+    oldest, newest = sorted(copy.glob("manifest-*.json"))
+    rounds_held = [row["round"] for row in json.loads(newest.read_text())["fragments"]]
+    ledger = Ledger(copy / "ledger.sqlite")
+    whole = list(verify(ledger, copy))
+    agreed = verify(ledger, copy)
+    first = next(agreed)
+    assert len(whole) > 2
+    oldest.unlink()
+    for path in (copy / "inbox").iterdir():
+        fragment, round_ = (int(word[1:]) for word in path.name.split("-")[:2])
+        if round_ < rounds_held[fragment]:
+            path.unlink()
+    rest = list(agreed)
+    assert [agreement for agreement in whole if agreement in (first, *rest)] == [first, *rest]
+    assert rest[-1] == whole[-1]
+    ledger.close()

@@ -524,6 +524,31 @@ def test_a_coordinator_does_not_go_on_from_a_fold_with_other_bits(state: Path) -
         wait_until(lambda: served.ask(lambda run: run.failed.done()), "the run fails", BOUND_S)
 
 
+@pytest.mark.parametrize("what", ["manifest", "tensors", "missing"])
+def test_a_damaged_newest_snapshot_is_passed_over_and_the_run_ends_with_the_same_bits(
+    tmp_path: Path, undisturbed: tuple[Any, ...], caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    with ExitStack() as stack:
+        run = Kills(tmp_path, stack)
+        run.go(0, 10)
+        wait_until(lambda: run.settled() and run.at.run.totals.unsaved == 0, "the snapshot", BOUND_S)
+        run.stack.close()
+        newest = manifests(run)[-1]
+        [tensors] = (tmp_path / "fragments").glob("f0000-v00000002-*")
+        if what == "manifest":
+            newest.write_bytes(newest.read_bytes()[:100])
+        elif what == "tensors":
+            tensors.write_bytes(tensors.read_bytes()[:-1])
+        else:
+            tensors.unlink()
+        run.start()
+        assert "going back to the snapshot before it" in caplog.text
+        run.go(10)
+        assert run.result() == undisturbed
+        run.kill()
+        assert run.result() == undisturbed
+
+
 @pytest.mark.parametrize("failing", ["write_update", "save"])
 def test_a_disk_that_fails_under_a_fold_delays_it_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
