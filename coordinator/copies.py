@@ -60,12 +60,12 @@ class Copies:
             self._wanted = manifest
             self._news.notify()
 
-    def close(self, wait_s: float = CLOSE_S) -> None:
-        """Ends the thread, after the copy that is wanted where that takes no longer than `wait_s`."""
+    def close(self) -> None:
+        """Ends the thread, after the copy that is wanted where that takes no longer than `CLOSE_S`."""
         with self._news:
             self._closing = True
             self._news.notify()
-        self._thread.join(wait_s)
+        self._thread.join(CLOSE_S)
         if self._thread.is_alive() or self._wanted:
             log.error("the last snapshot is not copied to %s", self.url)
 

@@ -18,13 +18,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from coordinator import facts, rounds
-from coordinator.compaction import COMPACT_ROWS, compact
-from coordinator.copies import Copies
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import SeedBed, Stored
+from coordinator.keeper import Keeper
 from coordinator.recovery import Recovered, clean, folded_row, layout_row, part_row, recover, run_row
 from coordinator.rounds import Committed, Skipped
-from coordinator.snapshots import Keeper, Snapshot
+from coordinator.snapshots import Snapshot
 from coordinator.store import UPDATES_KEPT, Store
 from diloco.codec import CODECS
 from diloco.config import RunConfig
@@ -107,8 +106,7 @@ class Run:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fold")
         self._scribe = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._down = CODECS[config.wire.down]
-        self._copies = Copies(store.root, config) if config.snapshot.url else None
-        self._keeper = Keeper(self._write_snapshot, self._saved, lambda: DISK_RETRY_S)
+        self._keeper = Keeper(store, config, self._saved, lambda: DISK_RETRY_S)
         self._offered = committed
         """Commits that the last snapshot offered to the keeper holds."""
         if found.fresh:
@@ -140,10 +138,8 @@ class Run:
             except OSError as error:
                 log.error("no last snapshot (%s); the ledger has what is not in the one before", error)
         if self.outers:
-            await self._keeper.alone(lambda: self._compact(least=1))
+            await self._keeper.finish()
         self._keeper.close()
-        if self._copies:
-            await asyncio.to_thread(self._copies.close)
         self._worker.shutdown()
         self._scribe.shutdown()
 
@@ -337,20 +333,6 @@ class Run:
     async def _save(self, outers: Sequence[Outer], ended: Sequence[int]) -> None:
         """Takes a snapshot, and returns when it is complete. Raises `OSError` where the disk does not take it."""
         await self._keeper.write(self._snapshot(outers, ended))
-
-    def _write_snapshot(self, snapshot: Snapshot) -> Sequence[int]:
-        """Writes a snapshot and what follows from it; returns the rounds that all snapshots kept hold."""
-        manifest, needed_from = self.store.save(snapshot, self.config.snapshot.keep)
-        self._compact(least=COMPACT_ROWS)
-        if self._copies:
-            self._copies.offer(manifest)
-        return needed_from
-
-    def _compact(self, least: int) -> None:
-        try:
-            compact(self.store, self.config, least)
-        except OSError as error:
-            log.warning("the ledger is not compacted now: %s", error)
 
     def _saved(self, snapshot: Snapshot, needed_from: Sequence[int]) -> None:
         """Forgets contributions that no snapshot kept needs."""

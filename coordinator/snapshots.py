@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,65 +255,3 @@ def _load_outer(manifest: Path, fragment: Fragment, row: Mapping[str, Any], file
     if _checksum(tensors) != metadata.get("xxh3_128"):
         raise DigestMismatch(f"{path} does not have the checksum it names: it is damaged", fragment=fragment.index)
     return Outer(version=row["version"], digest=found, **tensors)
-
-
-# -- beside the run -------------------------------------------------------------------------------------------------
-
-Written = Callable[[Snapshot, Sequence[int]], None]
-"""Hears on the loop of each complete snapshot, with the rounds that the oldest snapshot kept holds."""
-
-
-class Keeper:
-    """Writes snapshots one at a time in a thread of its own, while folding and serving go on.
-
-    Tensors of `Outer` never change, so nothing is copied.
-
-    Args:
-        write: writes a snapshot; returns the rounds that the oldest snapshot kept holds.
-        written: is told.
-        retry_s: how long a disk that has failed is left alone.
-    """
-
-    def __init__(self, write: Callable[[Snapshot], Sequence[int]], written: Written, retry_s: Callable[[], float]):
-        self._write, self._written, self._retry_s = write, written, retry_s
-        self._waiting: Snapshot | None = None
-        self._offered = asyncio.Event()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
-
-    async def write(self, snapshot: Snapshot) -> None:
-        """Writes a snapshot, and returns when it is complete. Raises `OSError` where the disk does not take it."""
-        needed = await self.alone(lambda: self._write(snapshot))
-        self._written(snapshot, needed)
-
-    async def alone(self, work: Callable[[], Any]) -> Any:
-        """Runs blocking work between two snapshots."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    def offer(self, snapshot: Snapshot) -> None:
-        """Takes a snapshot to write when the one under way is complete, in place of an older one that waits."""
-        self._waiting = snapshot
-        self._offered.set()
-
-    async def work(self) -> None:
-        """Writes what is offered, again and again until the disk takes it or a newer one is there."""
-        trouble = ""
-        while True:
-            await self._offered.wait()
-            snapshot = self._waiting
-            assert snapshot is not None
-            try:
-                await self.write(snapshot)
-                trouble = ""
-            except OSError as error:
-                if str(error) != trouble:
-                    log.error("no snapshot, and the run goes on without: %s", error)
-                trouble = str(error)
-                await asyncio.sleep(self._retry_s())
-                continue
-            if self._waiting is snapshot:
-                self._waiting = None
-                self._offered.clear()
-
-    def close(self) -> None:
-        """Ends the thread when it has written what it is at."""
-        self._thread.shutdown()

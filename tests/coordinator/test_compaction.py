@@ -247,7 +247,7 @@ def test_a_run_whose_ledger_is_compacted_all_the_time_ends_with_the_same_bits(
         plain = Kills(tmp_path / "plain", stack)
         plain.go()
         expected = plain.result()
-    monkeypatch.setattr("coordinator.run.COMPACT_ROWS", 1)
+    monkeypatch.setattr("coordinator.keeper.COMPACT_ROWS", 1)
     with ExitStack() as stack:
         run = Kills(tmp_path / "state", stack)
         for step in range(0, len(STEPS), 3):

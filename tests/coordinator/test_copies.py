@@ -193,6 +193,15 @@ def test_a_run_whose_machine_is_lost_goes_on_from_its_copy(url: str, tmp_path: P
     assert "manifest-00000003.json" in there(url)
 
 
+def test_a_copy_that_an_earlier_life_did_not_come_to_is_made_at_a_start(url: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        Rig(configure("rounds.start_islands=2", "rounds.quorum=2"), tmp_path / "state", stack).started("a", "b")
+    assert not there(url)
+    with ExitStack() as stack:
+        Rig(with_url(url), tmp_path / "state", stack)
+    assert "manifest-00000001.json" in there(url)
+
+
 def test_a_folder_that_cannot_be_written_is_an_environment_fault(url: str, tmp_path: Path) -> None:
     store = Store(tmp_path / "state")
     _, manifest = saved(store, (1, 1), configure())

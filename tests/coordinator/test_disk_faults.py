@@ -150,7 +150,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.run.DISK_RETRY_S", 0.001)
-    monkeypatch.setattr("coordinator.run.COMPACT_ROWS", 1)
+    monkeypatch.setattr("coordinator.keeper.COMPACT_ROWS", 1)
 
 
 @pytest.mark.parametrize(("operation", "when", "error"), FAULTS)
