@@ -17,7 +17,7 @@ from coordinator.answers import Context, abort, answers, to_bytes
 from coordinator.fold import Part
 from coordinator.inbox import Stored, select
 from coordinator.run import Outcome, Run, Taken
-from coordinator.store import Spool, read_payload
+from coordinator.store import Spool
 from coordinator.words import waiting_for
 from diloco.codec import CODECS, by_id
 from diloco.errors import DilocoError, Malformed
@@ -50,7 +50,8 @@ class Bulk:
         key = header.island_id, header.fragment, header.round
         if not header.seed and run.expected(*key, header.base_version):
             return _receipt(await run.late(*_key(header), header.tokens))
-        spool = Spool(run.store.inbox_path(f"{xxhash.xxh3_64_hexdigest(header.SerializeToString())}.partial"))
+        name = f"{xxhash.xxh3_64_hexdigest(header.SerializeToString())}.partial"
+        spool = Spool(run.store.inbox_path(name), run.store.files)
         try:
             async for message in messages:
                 spool.add(message, header.total_bytes)
@@ -64,7 +65,7 @@ class Bulk:
         spool.check_complete(header.total_bytes)
         pieces = tuple(self._pieces(header.pieces, header.fragment))
         codec = by_id(header.codec_id, header.codec_version)
-        part = Part(pieces=pieces, codec=codec, payload=read_payload(spool.path))
+        part = Part(pieces=pieces, codec=codec, payload=run.store.files.map(spool.path))
         if header.seed:
             duplicate = await run.seed(*key, header.rank, header.fragment, part, spool.digest)
             return pb.Receipt(duplicate=duplicate)
@@ -75,7 +76,7 @@ class Bulk:
 
         def keep() -> Stored:
             path = spool.publish(run.store.inbox_path(f"{name}-{spool.digest}"))
-            return Stored(pieces=pieces, codec=codec, path=path, digest=spool.digest)
+            return Stored(pieces=pieces, codec=codec, path=path, digest=spool.digest, files=run.store.files)
 
         return _receipt(await run.contribute(_key(header), keep, header.tokens, header.steps))
 
@@ -142,7 +143,7 @@ class Bulk:
             if outcome.update is None:
                 return header, iter(())
             payload, codec, digest = (
-                read_payload(outcome.update),
+                run.store.files.map(outcome.update),
                 CODECS[run.config.wire.down],
                 outcome.digest,
             )

@@ -39,7 +39,14 @@ log = logging.getLogger("diloco.coordinator")
     metavar="N",
     help="CPU threads of the outer step; 0 takes all cores.",
 )
-def coordinator(run_file: str, state: str, listen: str, overrides: tuple[str, ...], threads: int) -> int:
+@click.option(
+    "--network-filesystem",
+    is_flag=True,
+    help="Take a --state on a network file system, though a ledger there can be lost.",
+)
+def coordinator(
+    run_file: str, state: str, listen: str, overrides: tuple[str, ...], threads: int, network_filesystem: bool
+) -> int:
     """Run the coordinator of one run, until SIGTERM or Ctrl-C.
 
     The connection is not encrypted: listen on an address that only your islands reach.
@@ -54,6 +61,9 @@ def coordinator(run_file: str, state: str, listen: str, overrides: tuple[str, ..
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
     import torch
 
+    from coordinator import filesystem
+
+    filesystem.check(Path(state), allowed=network_filesystem)
     if threads:
         torch.set_num_threads(threads)
     return asyncio.run(serve(config, Path(state), listen))
@@ -67,7 +77,7 @@ async def serve(config: RunConfig, state: Path, listen: str) -> int:
         RunMismatch: the state folder belongs to another run.
     """
     from coordinator.run import Run
-    from coordinator.store import Store, write_atomic
+    from coordinator.store import Store
 
     store = Store(state)
     try:
@@ -75,7 +85,7 @@ async def serve(config: RunConfig, state: Path, listen: str) -> int:
         server, port = await listen_on(run, listen)
         run.begin()
         address = f"{listen.rpartition(':')[0]}:{port}"
-        write_atomic(state / "address", address.encode())
+        store.files.write(state / "address", address.encode())
         log.info("run %s: coordinator listens on %s, state in %s", config.run.id, address, state)
         received = await _until_signal(run)
         log.info("stopping: %s", received.name)
@@ -172,7 +182,7 @@ def export(state: str) -> None:
 def verify(state: str) -> None:
     """Fold again what the oldest snapshot in STATE does not hold, and compare the digests with the ledger's.
 
-    Works beside a running coordinator only while that takes no snapshot; stop it for a sure answer.
+    Works beside a running coordinator as well, for the rounds that are kept when it comes to them.
     """
     from coordinator.recovery import verify as refold
 
@@ -185,3 +195,20 @@ def verify(state: str) -> None:
         click.echo(f"{count} rounds folded again; all digests agree")
     finally:
         opened.close()
+
+
+@ledger.command()
+@click.argument("url")
+@click.argument("state")
+def restore(url: str, state: str) -> None:
+    """Make a state folder STATE from the newest complete snapshot at URL.
+
+    URL is `snapshot.url` of the run, or the run's folder in it. Start a coordinator on STATE with the same run file;
+    islands join it again. What was committed after the snapshot is lost: make sure that the old coordinator is.
+    """
+    from coordinator.copies import restore as fetch
+
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    snapshot = fetch(url, Path(state), time.time())
+    versions = ", ".join(str(outer.version) for outer in snapshot.outers)
+    click.echo(f"run {snapshot.config.run.id} restored to {state}; versions of its fragments: {versions}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -10,12 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from coordinator.files import REAL, Files
 from coordinator.fold import Part
-from coordinator.store import read_payload
 from diloco.codec import Codec
 from diloco.errors import Conflict, Malformed
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece
+
+log = logging.getLogger("diloco.coordinator")
 
 
 class Coverage:
@@ -63,10 +66,18 @@ class Stored:
     codec: Codec
     path: Path
     digest: str
+    files: Files = field(default=REAL, compare=False, repr=False)
 
     def part(self) -> Part:
         """The part with its payload as a memory map."""
-        return Part(pieces=self.pieces, codec=self.codec, payload=read_payload(self.path))
+        return Part(pieces=self.pieces, codec=self.codec, payload=self.files.map(self.path))
+
+    def discard(self) -> None:
+        """Removes the file. One that the disk keeps nothing speaks of any more; the next start removes it."""
+        try:
+            self.files.unlink(self.path)
+        except OSError as error:
+            log.warning("%s is left for the next start to remove: %s", self.path, error)
 
 
 @dataclass(kw_only=True)
@@ -110,7 +121,7 @@ class Inbound:
     def discard(self) -> None:
         """Removes the files of all parts."""
         for stored in self.parts.values():
-            stored.path.unlink(missing_ok=True)
+            stored.discard()
 
 
 class Inbox:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
+from pydantic import TypeAdapter
 
 from coordinator import facts, rounds, state
 from coordinator.facts import Carried, Committed, Ended
+from coordinator.files import REAL, Files, ReadOnly
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import Inbox, Stored
 from coordinator.ledger import Ledger, Row
-from coordinator.store import UPDATES_KEPT, check_same_run, load_snapshot
+from coordinator.snapshots import load_newest_good, load_snapshot, manifests, oldest_rounds
+from coordinator.store import UPDATES_KEPT, check_same_run
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig, load_run
 from diloco.digest import combine, show
@@ -65,6 +68,38 @@ def folded_row(fragment: int, round_: int, outer: Outer) -> tuple[str, dict[str,
     return "folded", {"fragment": fragment, "round": round_, "version": outer.version, "digest": show(outer.digest)}
 
 
+_STATE: TypeAdapter[state.State] = TypeAdapter(state.State)
+_SETTINGS = ("config", "weights", "schedule")
+"""Fields of `state.State` that follow from the run's settings."""
+
+
+def state_row(found: Recovered, oldest: Sequence[int]) -> tuple[str, dict[str, Any]]:
+    """All that the facts so far came to, in their place.
+
+    Args:
+        found: what replaying them gives.
+        oldest: rounds ended of each fragment in the oldest snapshot kept.
+    """
+    values = _STATE.dump_python(found.state, mode="json")
+    first = [ended - UPDATES_KEPT for ended in oldest]
+    ends = [
+        [*facts.encode(end), version] for (fragment, r), (end, version) in found.ends.items() if r >= first[fragment]
+    ]
+    least = {
+        end.fragment: version for (end, version) in reversed(found.ends.values()) if end.round >= first[end.fragment]
+    }
+    digests = [
+        [fragment, version, digest]
+        for (fragment, version), digest in found.digests.items()
+        if version >= least.get(fragment, found.state.rounds[fragment].version)
+    ]
+    return "state", {
+        "state": {name: value for name, value in values.items() if name not in _SETTINGS},
+        "ends": ends,
+        "digests": digests,
+    }
+
+
 # -- recovery -------------------------------------------------------------------------------------------------------
 
 
@@ -81,9 +116,9 @@ class Recovered:
     pending: list[Ended] = field(default_factory=list)
     """Rounds that have ended and that the snapshot does not hold, in their order."""
     digests: dict[tuple[int, int], str] = field(default_factory=dict)
-    """(fragment, version) -> digest, for every round that was folded."""
+    """(fragment, version) -> digest, for every round that was folded and may be asked for."""
     ends: dict[tuple[int, int], tuple[Ended, int]] = field(default_factory=dict)
-    """(fragment, round) -> how it ended, and at which version, for every round that has ended."""
+    """(fragment, round) -> how it ended, and at which version, for every round that has ended and may be asked for."""
     fresh: bool = True
     """Whether the ledger was empty."""
 
@@ -93,10 +128,17 @@ class Recovered:
         self.pending = [end for end in self.pending if end.round >= ended[end.fragment]]
         return self
 
+    def forget(self, oldest: Sequence[int]) -> None:
+        """Forgets contributions to rounds that all snapshots kept hold: `oldest` of each fragment."""
+        for fragment, ended in enumerate(oldest):
+            self.inbox.forget(fragment, before=ended - self.state.config.late_window)
+
     def past(self) -> Iterator[Past]:
         """How the last rounds of each fragment ended that the snapshot holds: islands may not have heard of them."""
         for fragment, ended in enumerate(self.ended[: len(self.state.rounds)]):
             for round_ in range(max(0, ended - UPDATES_KEPT), ended):
+                if (fragment, round_) not in self.ends:  # from before the snapshot that the run was restored from
+                    continue
                 end, version = self.ends[fragment, round_]
                 digest = combine(int(self.digests.get((fragment, version), "0"), 16))
                 yield Past(fragment, round_, type(end).__name__.lower(), end.reason, version, digest)
@@ -118,27 +160,29 @@ Locate = Callable[[dict[str, Any]], Stored]
 """Finds the stored bytes that a `part` row speaks of."""
 
 
-def recover(ledger: Ledger, config: RunConfig, root: Path, *, oldest: bool = False) -> Recovered:
+def recover(ledger: Ledger, config: RunConfig, root: Path, *, oldest: bool = False, files: Files = REAL) -> Recovered:
     """Replays a ledger over a snapshot.
 
     Args:
         ledger: the facts.
         config: the settings that the coordinator is started with.
         root: the state folder.
-        oldest: start from the oldest snapshot kept rather than from the newest.
+        oldest: start from the oldest snapshot kept rather than from the newest that is not damaged.
+        files: how files are read, and removed where nothing needs them.
 
     Raises:
         RunMismatch: the folder belongs to another run, or to other settings.
         InputError, DigestMismatch: damaged files.
     """
-    found = replay(ledger.read(), config, root, lambda body: _stored(body, root))
-    if found.fresh and any(root.glob("manifest-*.json")):
+    found = replay(ledger.read(), config, root, lambda body: stored(body, root, files))
+    if found.fresh and manifests(root):
         raise InputError(f"{root} has snapshots but no ledger: restore ledger.sqlite or name another --state")
     if not found.state.seeded:
         return found
-    snapshot = load_snapshot(root, oldest=oldest)
+    snapshot = load_snapshot(root, oldest=True, files=files) if oldest else load_newest_good(root, files)
     if snapshot is None:
         raise InputError(f"the ledger in {root} speaks of first parameters, but there is no snapshot")
+    found.forget(oldest_rounds(root, files))
     return found.over(snapshot.outers, snapshot.rounds)
 
 
@@ -166,6 +210,8 @@ def _replay(found: Recovered, row: Row, config: RunConfig, root: Path, locate: L
             _replay_part(found, body, locate(body))
         case "folded":
             found.digests[body["fragment"], body["version"]] = body["digest"]
+        case "state":
+            _replay_state(found, body)
         case kind if facts.is_fact(kind):
             fact = facts.decode(kind, body)
             found.state = state.apply(found.state, fact, 0.0)
@@ -180,12 +226,25 @@ def _replay(found: Recovered, row: Row, config: RunConfig, root: Path, locate: L
             raise InputError(f"the ledger in {root} has a fact of kind '{kind}', which this version does not know")
 
 
-def _stored(body: dict[str, Any], root: Path) -> Stored:
+def _replay_state(found: Recovered, body: dict[str, Any]) -> None:
+    settings = {name: getattr(found.state, name) for name in _SETTINGS}
+    found.state = _STATE.validate_python({**body["state"], **settings})
+    for kind, fact, version in body["ends"]:
+        end = facts.decode(kind, fact)
+        assert isinstance(end, Ended)
+        found.pending.append(end)
+        found.ends[end.fragment, end.round] = end, version
+    found.digests.update({(fragment, version): digest for fragment, version, digest in body["digests"]})
+
+
+def stored(body: dict[str, Any], root: Path, files: Files = REAL) -> Stored:
+    """The file that a `part` row speaks of."""
     return Stored(
         pieces=tuple(Piece(t, Box(tuple(offset), tuple(size))) for t, offset, size in body["pieces"]),
         codec=by_id(*body["codec"]),
         path=root / "inbox" / body["file"],
         digest=body["digest"],
+        files=files,
     )
 
 
@@ -199,6 +258,9 @@ def _replay_part(found: Recovered, body: dict[str, Any], stored: Stored) -> None
             inbound.add(body["rank"], stored)
         except Malformed as error:
             log.warning("a recorded part does not fit and is left out: %s", error.message)
+        open_round = found.state.rounds[fragment.index]
+        if inbound.coverage.whole and f"{island}@{round_}" in open_round.carried:  # the fact is in a compacted state
+            found.inbox.carry(fragment.index, round_, island, open_round.round)
 
 
 def clean(root: Path, found: Recovered) -> None:
@@ -222,15 +284,36 @@ def recorded_config(ledger: Ledger) -> RunConfig:
     raise InputError(f"{ledger.path} is empty: no coordinator has run here")
 
 
-def verify(ledger: Ledger, root: Path) -> Iterable[tuple[int, int, str]]:
+def verify(ledger: Ledger, root: Path) -> Iterator[tuple[int, int, str]]:
     """Folds again what the oldest snapshot kept does not hold; yields (fragment, version, digest) as found equal.
+
+    Beside a running coordinator the oldest snapshot may be replaced meanwhile; then it goes on from the next.
 
     Raises:
         DigestMismatch: a contribution or a fold with other bits than the ledger says.
         InputError: missing files.
     """
+    done: set[tuple[int, int, str]] = set()
+    for tries_left in reversed(range(VERIFY_TRIES)):
+        before = manifests(root)[:1]
+        try:
+            for agreed in _refold(ledger, root):
+                if agreed not in done:
+                    done.add(agreed)
+                    yield agreed
+        except InputError:
+            if manifests(root)[:1] == before or not tries_left:
+                raise
+        else:
+            return
+
+
+VERIFY_TRIES = 5
+
+
+def _refold(ledger: Ledger, root: Path) -> Iterator[tuple[int, int, str]]:
     config = recorded_config(ledger)
-    found = recover(ledger, config, root, oldest=True)
+    found = recover(ledger, config, root, oldest=True, files=ReadOnly())
     down = CODECS[config.wire.down]
     for end in found.pending:
         if not isinstance(end, Committed) or (end.fragment, end.version) not in found.digests:

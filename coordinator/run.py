@@ -7,6 +7,7 @@ in a worker thread, one at a time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coordinator import facts, rounds
-from coordinator.facts import Aborted, Committed, Ended, Skipped, Standing
+from coordinator.facts import Aborted, Committed, Ended, Skipped
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import SeedBed, Stored
+from coordinator.keeper import Keeper
 from coordinator.recovery import Recovered, clean, folded_row, layout_row, part_row, recover, run_row
+from coordinator.snapshots import Snapshot
 from coordinator.state import revive
-from coordinator.store import UPDATES_KEPT, Snapshot, Store
+from coordinator.store import UPDATES_KEPT, Store
+from coordinator.words import announce
 from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.digest import show
@@ -94,7 +98,7 @@ class Run:
 
     def __init__(self, config: RunConfig, store: Store, clock: Callable[[], float]) -> None:
         self.config, self.store, self.clock = config, store, clock
-        found = recover(store.ledger, config, store.root)
+        found = recover(store.ledger, config, store.root, files=store.files)
         self.state = revive(found.state, clock())
         self.layout, self.fragments = found.layout, found.fragments
         self.outers: list[Outer] = found.outers
@@ -123,10 +127,14 @@ class Run:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fold")
         self._scribe = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._down = CODECS[config.wire.down]
+        self._keeper = Keeper(store, config, self._saved, lambda: DISK_RETRY_S)
+        self._offered = committed
+        """Commits that the last snapshot offered to the keeper holds."""
         if found.fresh:
             store.record([run_row(config)])
         else:
             clean(store.root, found)
+            store.recount()
             self._recall(found)
             versions = [outer.version for outer in self.outers]
             log.info("taken up from the ledger: versions %s, %d rounds to fold", versions, len(found.pending))
@@ -135,7 +143,9 @@ class Run:
 
     def begin(self) -> None:
         """Starts the clock of leases and deadlines, and the folding of rounds."""
-        self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._tick, self._end_rounds)]
+        self._tasks = [
+            asyncio.create_task(self._guard(work)) for work in (self._tick, self._end_rounds, self._keeper.work)
+        ]
 
     async def finish(self) -> None:
         """Stops, with a last snapshot of what has been committed."""
@@ -148,6 +158,9 @@ class Run:
                 await self._save(self.outers, self.ended)
             except OSError as error:
                 log.error("no last snapshot (%s); the ledger has what is not in the one before", error)
+        if self.outers:
+            await self._keeper.finish()
+        self._keeper.close()
         self._worker.shutdown()
         self._scribe.shutdown()
 
@@ -252,40 +265,20 @@ class Run:
         await asyncio.get_running_loop().run_in_executor(self._scribe, self.store.record, rows)
 
     def _act(self, fact: facts.Fact) -> None:
+        if line := announce(fact):
+            log.log(*line)
         match fact:
             case Committed():
-                of = f"fragment {fact.fragment} round {fact.round}"
-                log.info("%s commits version %d: %s", of, fact.version, fact.reason)
                 on_time = [name for name in fact.shares if "@" not in name]
                 active = {m.id for m in self.state.members.values() if m.awaited}.union(on_time)
                 self.participation[fact.fragment] = len(on_time) / len(active)
                 self._ends.put_nowait(fact)
             case Skipped() | Aborted():
-                how = "skipped" if isinstance(fact, Skipped) else "aborted"
-                log.warning("fragment %d round %d is %s: %s", fact.fragment, fact.round, how, fact.reason)
-                self._inbox.close(fact.fragment, fact.round, keep_partial=self.config.rounds.late != "drop")
+                keep_partial = bool(self.config.rounds.late_window)
+                self._inbox.close(fact.fragment, fact.round, keep_partial=keep_partial)
                 self._ends.put_nowait(fact)
-            case facts.Dropped():
-                of = f"fragment {fact.fragment} round {fact.round}"
-                log.warning("contribution of %s to %s is dropped: %s", fact.island, of, fact.reason)
             case facts.Carried():
-                of = f"fragment {fact.fragment} round {fact.round}"
-                log.warning("contribution of %s to %s is late: %s", fact.entry.island, of, fact.reason)
                 self._inbox.carry(fact.fragment, fact.round, fact.entry.island, fact.into)
-            case facts.Admitted():
-                log.info("island %s joins under epoch %d: %s", fact.island, fact.epoch, fact.reason)
-            case facts.Suspected() | facts.Draining():
-                standing = self.state.members[fact.island].standing
-                log.warning("island %s is %s: %s", fact.island, standing, fact.reason)
-            case facts.Trusted():
-                log.info("island %s is heard again", fact.island)
-            case facts.Gone():
-                level = logging.INFO if fact.standing is Standing.LEFT else logging.WARNING
-                log.log(level, "island %s is %s: %s", fact.island, fact.standing, fact.reason)
-            case facts.Moved():
-                log.info("the run is %s: %s", fact.phase, fact.reason)
-            case facts.Paused() | facts.Resumed() | facts.Stopping():
-                log.warning("the run is %s: %s", type(fact).__name__.lower(), fact.reason)
 
     async def _end_rounds(self) -> None:
         """Publishes the outcomes of ended rounds in the order they were decided."""
@@ -301,8 +294,9 @@ class Run:
                 self._publish(decision, Outcome(how, decision.reason, outer.version, outer.digest, None))
             async with self.changed:
                 self.changed.notify_all()
-            if self.totals.unsaved >= self.config.snapshot.every_rounds:
-                await self._until_durable(lambda: self._save(self.outers, self.ended))
+            if self.totals.committed - self._offered >= self.config.snapshot.every_rounds:
+                self._offered = self.totals.committed
+                self._keeper.offer(self._snapshot(self.outers, self.ended))
 
     async def _until_durable(self, work: Callable[[], Awaitable[None]]) -> None:
         """Does work that changes nothing where the disk fails it, again and again until the disk takes it."""
@@ -346,19 +340,25 @@ class Run:
         self.ended[decision.fragment] = decision.round + 1
         self.outcomes.pop((decision.fragment, decision.round - UPDATES_KEPT), None)
 
-    async def _save(self, outers: Sequence[Outer], ended: Sequence[int]) -> None:
-        """Takes a snapshot; then forgets contributions that no snapshot kept needs."""
+    def _snapshot(self, outers: Sequence[Outer], ended: Sequence[int]) -> Snapshot:
         assert self.layout is not None
-        snapshot = Snapshot(
+        return Snapshot(
             config=self.config,
             layout=self.layout,
             fragments=self.fragments,
             outers=tuple(outers),
             rounds=tuple(ended),
+            last_epoch=self.state.last_epoch,
         )
-        needed_from = await self.in_worker(lambda: self.store.save(snapshot, self.config.snapshot.keep))
-        self.totals.unsaved = 0
-        late = 0 if self.config.rounds.late == "drop" else self.config.rounds.late_rounds
+
+    async def _save(self, outers: Sequence[Outer], ended: Sequence[int]) -> None:
+        """Takes a snapshot, and returns when it is complete. Raises `OSError` where the disk does not take it."""
+        await self._keeper.write(self._snapshot(outers, ended))
+
+    def _saved(self, snapshot: Snapshot, needed_from: Sequence[int]) -> None:
+        """Forgets contributions that no snapshot kept needs."""
+        self.totals.unsaved = self.totals.committed - snapshot.commits
+        late = self.config.rounds.late_window
         for fragment, needed in enumerate(needed_from):
             self._inbox.forget(fragment, before=needed - late)
             self._sweep(fragment, before=needed - late)
@@ -370,7 +370,8 @@ class Run:
         """
         for path in self.store.root.glob(f"inbox/f{fragment}-r*"):
             if int(path.name.split("-")[1][1:]) < before and not self._inbox.holds(path):
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it goes another time
+                    self.store.files.unlink(path)
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
@@ -494,7 +495,7 @@ class Run:
 
     def _discard(self, stored: Stored) -> None:
         if not self._inbox.holds(stored.path):
-            stored.path.unlink(missing_ok=True)
+            stored.discard()
 
     async def _contribute(
         self, island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int, steps: int

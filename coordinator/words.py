@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
-from coordinator.facts import Phase, Standing
+from coordinator.facts import (
+    Aborted,
+    Admitted,
+    Carried,
+    Committed,
+    Draining,
+    Dropped,
+    Fact,
+    Gone,
+    Moved,
+    Paused,
+    Phase,
+    Resumed,
+    Skipped,
+    Standing,
+    Stopping,
+    Suspected,
+    Trusted,
+)
 from coordinator.rounds import missing_islands, soft_deadline, usual_lag
 from coordinator.state import Member, State
 
@@ -38,6 +57,35 @@ def phase_reason(state: State) -> str:
         return f"waiting for first parameters from {state.seeder}" if state.seeder else "waiting for an island"
     ready = sum(m.present and m.ready for m in state.members.values())
     return f"{ready} of {state.config.start_islands} islands are ready"
+
+
+def announce(fact: Fact) -> tuple[int, str] | None:
+    """How a fact is told in the log: (level, words); none where it is told by others."""
+    of = f"fragment {fact.fragment} round {fact.round}" if hasattr(fact, "fragment") else ""
+    match fact:
+        case Committed():
+            return logging.INFO, f"{of} commits version {fact.version}: {fact.reason}"
+        case Skipped() | Aborted():
+            return logging.WARNING, f"{of} is {type(fact).__name__.lower()}: {fact.reason}"
+        case Dropped():
+            return logging.WARNING, f"contribution of {fact.island} to {of} is dropped: {fact.reason}"
+        case Carried():
+            return logging.WARNING, f"contribution of {fact.entry.island} to {of} is late: {fact.reason}"
+        case Admitted():
+            return logging.INFO, f"island {fact.island} joins under epoch {fact.epoch}: {fact.reason}"
+        case Suspected() | Draining():
+            how = Standing.SUSPECT if isinstance(fact, Suspected) else Standing.DRAINING
+            return logging.WARNING, f"island {fact.island} is {how}: {fact.reason}"
+        case Trusted():
+            return logging.INFO, f"island {fact.island} is heard again"
+        case Gone():
+            level = logging.INFO if fact.standing is Standing.LEFT else logging.WARNING
+            return level, f"island {fact.island} is {fact.standing}: {fact.reason}"
+        case Moved():
+            return logging.INFO, f"the run is {fact.phase}: {fact.reason}"
+        case Paused() | Resumed() | Stopping():
+            return logging.WARNING, f"the run is {type(fact).__name__.lower()}: {fact.reason}"
+    return None
 
 
 def explain(state: State, now: float, fragment: int | None = None) -> Iterator[str]:

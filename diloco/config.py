@@ -214,6 +214,11 @@ class RoundsConfig(Settings):
             )
         return self
 
+    @property
+    def late_window(self) -> int:
+        """Rounds that have ended and still take contributions."""
+        return 0 if self.late == "drop" else self.late_rounds
+
 
 class SnapshotConfig(Settings):
     every_rounds: Positive = 1

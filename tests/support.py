@@ -21,6 +21,7 @@ from torch import Tensor
 from coordinator import rounds
 from coordinator.cli import listen_on
 from coordinator.facts import Accepted, Entry, Fact, Phase, Planted
+from coordinator.files import Files
 from coordinator.fold import Part
 from coordinator.rounds import Beat, Contributed, Event, Joined, Leaving, Seeded, Spoiled, Tick
 from coordinator.run import Run
@@ -235,13 +236,14 @@ def serving(
     listen: str = "127.0.0.1:0",
     clock: Callable[[], float] = time.monotonic,
     killed: bool = False,
+    files: Files | None = None,
 ) -> Iterator[Serving]:
     """A coordinator over a state folder, until the end of the block; then it stops as on SIGTERM, or as if `killed`.
 
     Raises:
         DilocoError: what made the run fail meanwhile.
     """
-    store = Store(folder)
+    store = Store(folder, files)
     try:
 
         async def begin() -> tuple[Run, Any, int]:
@@ -275,6 +277,7 @@ async def _drop(run: Run) -> None:
         task.cancel()
     await asyncio.gather(*run._tasks, return_exceptions=True)
     async with run._turn:
+        run._keeper.close()
         run._worker.shutdown()
         run._scribe.shutdown()
     if run.failed.done():
@@ -383,10 +386,12 @@ def visit(address: str, island: str, layout: Layout = MODEL) -> Iterator[Visitor
 class Rig:
     """A coordinator under a clock that the test turns, and islands that visit it; until the stack is closed."""
 
-    def __init__(self, config: RunConfig, folder: Path, stack: ExitStack, *, killed: bool = False) -> None:
+    def __init__(
+        self, config: RunConfig, folder: Path, stack: ExitStack, *, killed: bool = False, files: Files | None = None
+    ) -> None:
         self.clock = Clock(1000.0)
         self._stack = stack
-        self.served = stack.enter_context(serving(config, folder, clock=self.clock, killed=killed))
+        self.served = stack.enter_context(serving(config, folder, clock=self.clock, killed=killed, files=files))
         self.address, self.run = self.served.address, self.served.run
 
     def visitor(self, island: str, layout: Layout = MODEL) -> Visitor:

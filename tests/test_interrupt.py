@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.store import load_snapshot
+from coordinator.snapshots import load_snapshot
 from diloco.errors import ExitCode
 from tests.processes import Hand, Process, background, wait_until
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coordinator.store import load_snapshot
+from coordinator.snapshots import load_snapshot
 from diloco.config import ModelConfig
 from diloco.errors import InputError
 from island.model import Decoder, llama_name, our_name, to_llama

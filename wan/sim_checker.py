@@ -285,7 +285,7 @@ class Checker:
             return
         self._looked = self.disk.changes
         snapshot, rounds_ = self.config.snapshot, len(self.fragments)
-        late = 0 if self.config.rounds.late == "drop" else self.config.rounds.late_rounds
+        late = self.config.rounds.late_window
         kept = snapshot.keep * snapshot.every_rounds + (2 + late) * rounds_ + self._skipped
         files = sum(name.startswith("f") for name in self.disk.files)
         if files > kept * sum(max(counts) for counts in self.senders.values()):

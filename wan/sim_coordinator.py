@@ -331,7 +331,7 @@ class SimCoordinator(Owner):
         self.unsaved = 0
         self.disk.snapshots = [*self.disk.snapshots, saved][-self.config.snapshot.keep :]
         yield from self._point("manifest written")
-        late = 0 if self.config.rounds.late == "drop" else self.config.rounds.late_rounds
+        late = self.config.rounds.late_window
         for fragment, needed in enumerate(self.disk.snapshots[0].rounds):
             self.inbox.forget(fragment, before=needed - late)
             for name in [n for n in self.disk.files if n.startswith(f"f{fragment}-r")]:

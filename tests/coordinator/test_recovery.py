@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 import diloco.cli
 from coordinator import facts, rounds
 from coordinator.cli import ledger as command
+from coordinator.snapshots import load_snapshot
 from coordinator.state import Round, State, apply, begin
-from coordinator.store import load_snapshot
 from diloco.errors import DigestMismatch, DilocoError, ExitCode, InputError, Refused, StaleEpoch
 from diloco.fragments import Fragment, partition
 from diloco.layout import Piece
@@ -370,7 +370,7 @@ def test_a_ledger_without_its_snapshots_is_refused(tmp_path: Path) -> None:
 )
 def test_a_damaged_ledger_is_refused_with_the_place(tmp_path: Path, change: str, words: str) -> None:
     with ExitStack() as stack:
-        a, _ = Rig(CONFIG, tmp_path, stack).started("a", "b")
+        a, _ = Rig(CONFIG, tmp_path, stack, killed=True).started("a", "b")
         a.push(FRAGMENT, draw(FRAGMENT, 1))
     edit(tmp_path, change)
     with pytest.raises(InputError, match=words), serving(CONFIG, tmp_path):
@@ -535,6 +535,31 @@ def test_a_coordinator_does_not_go_on_from_a_fold_with_other_bits(state: Path) -
     edit(state, "UPDATE facts SET body=replace(body, '\"digest\":\"', '\"digest\":\"f') WHERE kind='folded'")
     with pytest.raises(DigestMismatch, match="and the ledger says f"), serving(CONFIG, state) as served:
         wait_until(lambda: served.ask(lambda run: run.failed.done()), "the run fails", BOUND_S)
+
+
+@pytest.mark.parametrize("what", ["manifest", "tensors", "missing"])
+def test_a_damaged_newest_snapshot_is_passed_over_and_the_run_ends_with_the_same_bits(
+    tmp_path: Path, undisturbed: tuple[Any, ...], caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    with ExitStack() as stack:
+        run = Kills(tmp_path, stack)
+        run.go(0, 10)
+        wait_until(lambda: run.settled() and run.at.run.totals.unsaved == 0, "the snapshot", BOUND_S)
+        run.stack.close()
+        newest = manifests(run)[-1]
+        [tensors] = (tmp_path / "fragments").glob("f0000-v00000002-*")
+        if what == "manifest":
+            newest.write_bytes(newest.read_bytes()[:100])
+        elif what == "tensors":
+            tensors.write_bytes(tensors.read_bytes()[:-1])
+        else:
+            tensors.unlink()
+        run.start()
+        assert "going back to the snapshot before it" in caplog.text
+        run.go(10)
+        assert run.result() == undisturbed
+        run.kill()
+        assert run.result() == undisturbed
 
 
 @pytest.mark.parametrize("failing", ["write_update", "save"])

@@ -1,0 +1,174 @@
+"""Every way in which the coordinator changes or reads the files of its state folder.
+
+One small object, so that tests can put a disk under a coordinator that is full, fails or tears what it writes. An
+operation that the disk fails raises `OSError`, and what was durable before is still there.
+
+Durable are files that are published: fsync of the file, rename, fsync of the folder. Not durable, because nothing
+depends on it: lines of `events.jsonl` (the ledger has them, and the next start writes what is missing), and the
+removal of files (what comes back after a power loss is removed again by the next start or snapshot).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Files:
+    """The operations, each of which a test may replace; `write`, `save` and `publish` are made of the others."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[Path, int] = {}
+        self._counted: frozenset[Path] = frozenset()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    # -- single operations ------------------------------------------------------------------------------------------
+
+    def dump(self, path: Path, data: Any) -> None:
+        """Writes bytes to a file that nobody reads yet."""
+        with path.open("wb") as file:
+            file.write(data)
+
+    def dump_tensors(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Writes tensors (safetensors) to a file that nobody reads yet."""
+        try:
+            save_file(dict(tensors), path, metadata=dict(metadata))
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
+
+    def sync(self, path: Path) -> None:
+        """Makes a file's bytes, or the names in a folder, durable."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Gives a file another name, in place of any file of that name."""
+        old.rename(new)
+
+    def append(self, path: Path, data: bytes) -> None:
+        """Adds bytes at the end of a file."""
+        with path.open("ab") as file:
+            file.write(data)
+
+    def truncate(self, path: Path, size: int) -> None:
+        """Cuts a file to `size` bytes."""
+        os.truncate(path, size)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, if it is there."""
+        path.unlink(missing_ok=True)
+
+    def read(self, path: Path, start: int = 0) -> bytes:
+        """The bytes of a file from `start` on."""
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read()
+
+    def read_tensors(self, path: Path, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Tensors and metadata of a safetensors file."""
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+
+    def map(self, path: Path) -> Tensor:
+        """The bytes of a file as a private memory map (uint8)."""
+        size = path.stat().st_size
+        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0).byte()
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that may still be written to the disk of a folder."""
+        return shutil.disk_usage(path).free
+
+    def transact(self, work: Callable[[], T]) -> T:
+        """Runs one transaction of the ledger."""
+        return work()
+
+    # -- made of those ----------------------------------------------------------------------------------------------
+
+    def write(self, path: Path, data: Any) -> None:
+        """Writes a file so that it is there whole and durable, or not at all."""
+        partial = path.with_name(path.name + ".partial")
+        with self._whole(partial):
+            self.dump(partial, data)
+            self.publish(partial, path)
+
+    def save(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Writes tensors to a file so that it is there whole or not at all; its name is durable after `sync`."""
+        partial = path.with_suffix(".partial")
+        with self._whole(partial):
+            self.dump_tensors(partial, tensors, metadata)
+            self.sync(partial)
+            self.rename(partial, path)
+
+    def publish(self, partial: Path, path: Path) -> None:
+        """Makes a finished temporary file durable under its name."""
+        self.sync(partial)
+        self.rename(partial, path)
+        if path.parent in self._counted:
+            self._note(path, path.stat().st_size)
+        self.sync(path.parent)
+
+    def unlink(self, path: Path) -> None:
+        """Removes a file, if it is there."""
+        self.remove(path)
+        if self._counted:
+            self._note(path, 0)
+
+    @contextlib.contextmanager
+    def _whole(self, partial: Path) -> Iterator[None]:
+        """Leaves no half of a file on a disk that may be full."""
+        try:
+            yield
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.remove(partial)
+            raise
+
+    # -- space ------------------------------------------------------------------------------------------------------
+
+    def count(self, *folders: Path) -> None:
+        """Counts the bytes of published files in some folders, from what is there now on."""
+        with self._lock:
+            self._counted = frozenset(folders)
+            self._sizes = {path: path.stat().st_size for folder in folders for path in folder.iterdir()}
+            self._bytes = sum(self._sizes.values())
+
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes of the files in the folders that are counted."""
+        return self._bytes
+
+    def _note(self, path: Path, size: int) -> None:
+        with self._lock:
+            self._bytes += size - self._sizes.pop(path, 0)
+            if size:
+                self._sizes[path] = size
+
+
+class ReadOnly(Files):
+    """For whoever only looks: removes and renames nothing."""
+
+    def remove(self, path: Path) -> None:
+        """Leaves the file where it is."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Leaves the file its name."""
+
+
+REAL = Files()
+"""The disk as it is, for files that nobody counts."""
