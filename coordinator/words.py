@@ -61,7 +61,9 @@ def phase_reason(state: State) -> str:
 
 def announce(fact: Fact) -> tuple[int, str] | None:
     """How a fact is told in the log: (level, words); none where it is told by others."""
-    of = f"fragment {fact.fragment} round {fact.round}" if hasattr(fact, "fragment") else ""
+    of = ""
+    if isinstance(fact, Committed | Skipped | Aborted | Dropped | Carried):
+        of = f"fragment {fact.fragment} round {fact.round}"
     match fact:
         case Committed():
             return logging.INFO, f"{of} commits version {fact.version}: {fact.reason}"
