@@ -18,17 +18,20 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from coordinator import facts, rounds
+from coordinator.admission import Admission
+from coordinator.anchors import Anchors
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import SeedBed, Stored
 from coordinator.recovery import Recovered, clean, folded_row, layout_row, part_row, recover, run_row
 from coordinator.rounds import Committed, Skipped
 from coordinator.store import UPDATES_KEPT, Snapshot, Store
+from coordinator.upload import Slot, Uploads
 from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.digest import show
 from diloco.errors import DigestMismatch, DivergedError, Expired, Malformed, RunMismatch, StaleEpoch
 from diloco.fragments import partition
-from diloco.layout import Layout
+from diloco.layout import Layout, Piece
 
 log = logging.getLogger("diloco.coordinator")
 DISK_RETRY_S = 1.0
@@ -104,6 +107,9 @@ class Run:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fold")
         self._scribe = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._down = CODECS[config.wire.down]
+        self.uploads = Uploads(store.root / "inbox")
+        self.admission = Admission(config.limits)
+        self.anchors = Anchors(config.rounds.lease_s, clock)
         if found.fresh:
             store.record([run_row(config)])
         else:
@@ -147,6 +153,8 @@ class Run:
                 await self._in_turn(self._catch_up)
                 await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
                 await self.take(rounds.Tick())
+                await self.uploads.prune(self.over)
+                self.anchors.expire()
                 trouble = ""
             except OSError as error:
                 if str(error) != trouble:
@@ -341,6 +349,7 @@ class Run:
         return await self._in_turn(lambda: self._join(island, ranks, layout))
 
     async def _join(self, island: str, ranks: int, layout: Layout) -> int:
+        self.admission.lease(island, [member.id for member in self.state.members.values() if member.present])
         if self.layout is None:
             fragments = partition(layout, self.config.sync)
             await self._record([layout_row(layout)])
@@ -372,21 +381,33 @@ class Run:
 
     async def seed(self, island: str, epoch: int, rank: int, fragment: int, part: Part, digest: str) -> bool:
         """Takes one rank's part of the first parameters; returns whether it was known already."""
-        rounds.member_of(self.state, island, epoch)
-        bed = self._seedbed if self._seedbed and self._seedbed.epoch == epoch else None
-        if self.state.seeded:
-            if bed and bed.known(fragment, rank, digest):
-                return True
-            raise StaleEpoch("the run has its first parameters already: fetch them")
-        if self.state.seeder != island:
-            raise Malformed(f"first parameters are to come from {self.state.seeder}, not from {island}")
-        if bed is None:
+        if self.seed_known(island, epoch, rank, fragment, digest):
+            return True
+        bed = self._seedbed
+        if bed is None or bed.epoch != epoch:
             bed = self._seedbed = SeedBed(epoch, self.fragments)
         duplicate = await self.in_worker(lambda: bed.add(fragment, rank, part, digest))
         anchors = bed.harvest() if bed is self._seedbed else []
         if anchors:
             await self._in_turn(lambda: self._plant(anchors))
         return duplicate
+
+    def seed_known(self, island: str, epoch: int, rank: int, fragment: int, digest: str) -> bool:
+        """Whether a rank's part of the first parameters has come already.
+
+        Raises:
+            StaleEpoch, Malformed: first parameters are not to come from this island, or not any more.
+            Conflict: it came with other bytes.
+        """
+        rounds.member_of(self.state, island, epoch)
+        bed = self._seedbed
+        if bed and bed.epoch == epoch and bed.known(fragment, rank, digest):
+            return True
+        if self.state.seeded:
+            raise StaleEpoch("the run has its first parameters already: fetch them")
+        if self.state.seeder != island:
+            raise Malformed(f"first parameters are to come from {self.state.seeder}, not from {island}")
+        return False
 
     async def _plant(self, anchors: list[Tensor]) -> None:
         """Makes the first parameters durable, then shows them."""
@@ -442,6 +463,41 @@ class Run:
     def knows(self, island: str, epoch: int, rank: int, fragment: int, round_: int) -> bool:
         """Whether a rank's part of a contribution to an ended round has come in time."""
         return self._inbox.knows(fragment, round_, island, epoch, rank)
+
+    def has(
+        self, island: str, epoch: int, rank: int, fragment: int, round_: int, digest: str, pieces: Sequence[Piece]
+    ) -> bool:
+        """Whether a rank's part has come under this epoch. Raises `Conflict` where it came with other bytes."""
+        return self._inbox.has(fragment, round_, island, epoch, rank, digest, pieces)
+
+    def unwanted(self, island: str, epoch: int, fragment: int, round_: int) -> str:
+        """Why an island's parts cannot count in an open round, or ""."""
+        current = self.state.rounds[fragment]
+        entry = current.entries.get(island)
+        if current.round == round_ and entry and entry.epoch != epoch:
+            return f"{island} has already contributed to round {round_} under another epoch"
+        return current.refused.get(island, "") if current.round == round_ else ""
+
+    def over(self, slot: Slot) -> bool:
+        """Whether nothing that is sent to a slot can count any more."""
+        if slot.seed:
+            return self.state.seeded or self.state.seeder != slot.island
+        try:
+            return slot.fragment >= len(self.state.rounds) or bool(
+                rounds.lateness(self.state, slot.fragment, slot.round)
+            )
+        except Malformed:
+            return True
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of contributions and updates that are kept."""
+        updates = [fragment for (fragment, _), outcome in self.outcomes.items() if outcome.update]
+        size = {f: sum(self._down.size(spec.numel) for spec in self.fragments[f].specs) for f in set(updates)}
+        return self._inbox.size_bytes + sum(size[fragment] for fragment in updates)
+
+    def progressed(self, island: str, epoch: int, fragment: int, round_: int) -> None:
+        """An island's upload to a round has brought bytes."""
 
     async def _contribute(
         self, island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int

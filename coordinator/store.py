@@ -3,7 +3,7 @@
 lock                     held while a coordinator uses the folder
 address                  where the coordinator listens, or last did
 ledger.sqlite            every fact of the run, in order; events.jsonl is the same for people to follow
-inbox/                   parts of contributions of open rounds
+inbox/                   parts of contributions of open rounds; *.partial and *.sums are uploads under way
 updates/                 payloads of the last updates
 fragments/               outer state of one fragment at one version (safetensors)
 manifest-NNNNNNNN.json   a snapshot: which fragment files, which layout, which run
@@ -12,7 +12,6 @@ manifest-NNNNNNNN.json   a snapshot: which fragment files, which layout, which r
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import logging
 import os
@@ -32,9 +31,8 @@ from coordinator.fold import Outer, digest_of
 from coordinator.ledger import Ledger
 from diloco.config import RunConfig, load_run
 from diloco.digest import show
-from diloco.errors import CodecError, DigestMismatch, DilocoError, EnvironmentFault, InputError, RunMismatch
+from diloco.errors import DigestMismatch, DilocoError, EnvironmentFault, InputError, RunMismatch
 from diloco.fragments import Fragment, partition
-from diloco.framing import unchunk
 from diloco.layout import Layout, TensorSpec
 from diloco.settings import to_toml
 
@@ -84,8 +82,9 @@ class Store:
             raise EnvironmentFault(
                 f"the state folder {root} is in use by another coordinator: stop it or name another --state"
             ) from None
-        for stale in root.glob("*/*.partial"):
-            stale.unlink()
+        for folder in ("updates", "fragments"):  # those in the inbox are uploads that go on
+            for stale in (root / folder).glob("*.partial"):
+                stale.unlink()
         try:
             self.ledger = Ledger(root / "ledger.sqlite")
         except DilocoError:
@@ -246,49 +245,6 @@ def check_same_run(old: RunConfig, config: RunConfig, root: Path) -> None:
             f"{root} was written with settings {old.digest[:12]}, and these are {config.digest[:12]}: "
             "a run keeps its settings; restore the run file or name another --state"
         )
-
-
-class Spool:
-    """A bulk stream on its way to a file, so that no contribution is ever whole in memory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path.with_name(f"{path.stem}-{next(_serial)}.partial")
-        self._file = self.path.open("wb")
-        self._hash = xxhash.xxh3_128()
-        self._bytes = 0
-
-    @property
-    def digest(self) -> str:
-        """XXH3-128 (hex) of what has come."""
-        return self._hash.hexdigest()
-
-    def add(self, message: bytes, limit: int) -> None:
-        """Takes one chunk. Raises `CodecError` where it is damaged, or where more than `limit` bytes have come."""
-        payload = unchunk(message)
-        if self._bytes + len(payload) > limit:
-            raise CodecError(f"more than the {limit} bytes that the header announced")
-        self._file.write(payload)
-        self._hash.update(payload)
-        self._bytes += len(payload)
-
-    def check_complete(self, total: int) -> None:
-        """Raises `CodecError` where bytes are missing."""
-        if self._bytes != total:
-            raise CodecError(f"the stream ended after {self._bytes} of {total} bytes")
-        self._file.flush()
-
-    def publish(self, path: Path) -> Path:
-        """Makes the bytes durable under `path`."""
-        publish(self.path, path)
-        return path
-
-    def close(self) -> None:
-        """Forgets what has not been published."""
-        self._file.close()
-        self.path.unlink(missing_ok=True)
-
-
-_serial = itertools.count()
 
 
 def read_payload(path: Path) -> Tensor:

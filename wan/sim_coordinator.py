@@ -24,9 +24,9 @@ from coordinator.run import Outcome
 from coordinator.store import UPDATES_KEPT
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
-from diloco.errors import CodecError, DilocoError, DivergedError, Malformed
+from diloco.errors import DilocoError, DivergedError, Malformed
 from diloco.fragments import Fragment
-from diloco.framing import unchunk
+from diloco.framing import Collector
 from diloco.layout import Box, Piece
 from wan.sim_world import Disk, Gate, Lock, MemoryStored, Owner, Process, Saved, Work, World
 
@@ -348,9 +348,10 @@ class SimCoordinator(Owner):
         if request.version != version:
             raise Malformed(f"based on version {request.version}, and round {round_} continues from {version}")
         yield from self._point("upload under way")
-        payload = torch.frombuffer(bytearray(b"".join(unchunk(m) for m in request.messages)), dtype=torch.uint8)
-        if payload.numel() != request.total_bytes:
-            raise CodecError("bytes are missing")
+        collector = Collector(request.total_bytes)
+        for message in request.messages:
+            collector.add(message)
+        payload = collector.finish()
         part = Part(pieces=request.pieces, codec=by_id(*request.codec), payload=payload)
         try:
             part.check_finite()
@@ -440,5 +441,5 @@ class SimCoordinator(Owner):
         return Reply(outcome="anchor", version=outer.version, round=ended, digest=outer.digest, payload=payload)
 
     def _selected(self, request: Request, payload: Tensor, codec: str) -> Tensor:
-        parts = select(self.fragments[request.fragment], payload, request.pieces, CODECS[codec])
+        parts = list(select(self.fragments[request.fragment], payload, request.pieces, CODECS[codec]))
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
