@@ -108,10 +108,10 @@ class Bulk:
                     raise
                 stream.task.uncancel()
                 raise Overload("a newer stream of the same payload has taken over", retry_after_s=1.0) from None
-            except (StaleEpoch, DeadlineExceeded, Expired):
-                raise  # what has come is good
-            except (DilocoError, OSError):
-                await run.uploads.drop(upload)
+            except (DilocoError, OSError) as error:
+                # Half a payload is good as far as it came; a whole one is not, unless only its lease is over.
+                if isinstance(error, OSError) or (upload.whole and not isinstance(error, StaleEpoch)):
+                    await run.uploads.drop(upload)
                 raise
             finally:
                 run.uploads.end(upload)

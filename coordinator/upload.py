@@ -100,6 +100,11 @@ class Upload:
         """Bytes that it takes, or will take, on the disk."""
         return self.have if self.total_bytes is None else self.total_bytes
 
+    @property
+    def whole(self) -> bool:
+        """Whether all bytes have come."""
+        return self._assembly is not None and self.have == self.total_bytes
+
     def open(self) -> int:
         """Opens the files, reads them again if this coordinator has not written them, and returns what they have."""
         if self._files is None:
