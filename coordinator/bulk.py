@@ -21,7 +21,7 @@ from coordinator.fold import Part
 from coordinator.inbox import Stored, select
 from coordinator.run import Outcome, Run
 from coordinator.store import read_payload
-from coordinator.upload import Key, Slot, Stream, Upload
+from coordinator.upload import RETRY_S, Key, Slot, Stream, Upload
 from diloco.codec import CODECS, Codec, by_id
 from diloco.errors import DeadlineExceeded, DilocoError, Expired, Malformed, Overload, StaleEpoch
 from diloco.framing import chunks, pieces_from_proto
@@ -107,7 +107,7 @@ class Bulk:
                 if not stream.superseded:
                     raise
                 stream.task.uncancel()
-                raise Overload("a newer stream of the same payload has taken over", retry_after_s=1.0) from None
+                raise Overload("a newer stream of the same payload has taken over", retry_after_s=RETRY_S) from None
             except (DilocoError, OSError) as error:
                 # Half a payload is good as far as it came; a whole one is not, unless only its lease is over.
                 if isinstance(error, OSError) or (upload.whole and not isinstance(error, StaleEpoch)):

@@ -252,14 +252,21 @@ class Uploads:
         """Ends the stream that brings something to the same slot: its line is dead, or its sender has started again.
 
         Raises:
-            Overload: all bytes have come and are being stored; the answer comes with the next try.
+            Overload: it does not end at once, or all bytes have come and are being stored: the answer comes with the
+                next try.
         """
         while (upload := self._uploads.get(key.slot)) and (stream := upload.stream):
             if stream.storing:
                 raise Overload("all bytes have come and are being stored: ask again", retry_after_s=RETRY_S)
             stream.superseded = True
             stream.task.cancel()
-            await stream.ended.wait()
+            try:
+                async with asyncio.timeout(RETRY_S):
+                    await stream.ended.wait()
+            except TimeoutError:
+                raise Overload(
+                    "an older stream of this part has yet to end: ask again", retry_after_s=RETRY_S
+                ) from None
 
     def begin(self, key: Key, total_bytes: int) -> tuple[Upload, Stream]:
         """Gives the calling task the upload of a payload; what was kept for its slot before, if other, goes."""
