@@ -208,23 +208,24 @@ class Link:
                     raise Refused(f"expected {expected_bytes} bytes of the pieces, offered {header.total_bytes}")
                 if header.first_byte and not (held and _same(header, held[0][0])):
                     stream.cancel()
-                    self._forget(held)
+                    self._forget(held, pace)
                     return self._fetch_once(request, expected_bytes, held, pace)
                 if header.first_byte:
                     self.resumes += 1
                 else:
-                    self._forget(held)
+                    self._forget(held, pace)
                     held.append((header, Collector(header.total_bytes)))
                 header, collector = held[0]
                 for message in stream:
                     collector.add(message)
-                    pace.move(collector.have, sure=True)
+                    pace.move(collector.have)
                 return header, collector.finish()
         except grpc.RpcError as error:
             raise self._translated(error) from error
 
-    def _forget(self, held: list[tuple[pb.FetchHeader, Collector]]) -> None:
+    def _forget(self, held: list[tuple[pb.FetchHeader, Collector]], pace: _Pace) -> None:
         """Begins again: what had come is of a version that is no longer kept."""
+        pace.begin_again()
         self.resent_bytes += sum(collector.have for _, collector in held)
         held.clear()
 
@@ -300,22 +301,25 @@ class _Pace:
     """How a transfer gets on. Patience counts from `since`: the last progress, or the beginning."""
 
     def __init__(self) -> None:
-        self.since = self.moved_at = self._sure_at = time.monotonic()
-        self._sure = 0
-        self._handed = 0
-
-    def move(self, handed: int, *, sure: bool = False) -> None:
-        """The line has taken the payload up to byte `handed`; it has also arrived where `sure`."""
         self.since = self.moved_at = time.monotonic()
+        self._have = self._handed = self._furthest = 0
+
+    def move(self, handed: int) -> None:
+        """The line has taken the payload up to byte `handed`. That is progress where it has never taken so much."""
+        self.moved_at = time.monotonic()
         self._handed = handed
-        if sure:
-            self._sure, self._sure_at = handed, self.since
+        if handed > self._furthest:
+            self._furthest, self.since = handed, self.moved_at
+
+    def begin_again(self) -> None:
+        """From here on the first byte is progress again."""
+        self._furthest = 0
 
     def resume(self, have: int) -> int:
-        """The other side has `have` bytes; returns how many are sent again. What has not arrived was no progress."""
-        if have > self._sure:
-            self._sure_at = time.monotonic()
-        self._sure, self.since = have, self._sure_at
+        """The other side has `have` bytes; returns how many are sent again."""
+        if have > self._have:
+            self.since = time.monotonic()
+        self._have = have
         again, self._handed = max(0, self._handed - have), have
         return again
 

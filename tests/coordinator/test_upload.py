@@ -87,7 +87,7 @@ def test_a_disk_that_fails_half_way_takes_the_rest_later(upload: Upload, monkeyp
 
 @given(st.data())
 @settings(
-    derandomize=True, deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    derandomize=True, deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_whatever_happens_what_it_has_is_a_prefix_of_the_payload(tmp_path: Path, data: st.DataObject) -> None:
     folder = tmp_path / "inbox"
