@@ -302,6 +302,25 @@ def test_the_newer_of_two_streams_takes_over_and_the_older_is_refused(site: Site
     assert site.at.run.admission.streams == 0
 
 
+def test_a_stream_comes_after_what_is_being_stored(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    storing, go_on, publish = threading.Event(), threading.Event(), Upload.publish
+
+    def slow(upload: Upload, path: Path) -> Path:
+        storing.set()
+        assert go_on.wait(BOUND_S)
+        return publish(upload, path)
+
+    monkeypatch.setattr(Upload, "publish", slow)
+    pushing = site.push(site.a, 0)
+    assert storing.wait(BOUND_S)
+    with pytest.raises(Overload, match="all bytes have come and are being stored: ask again"):
+        raw(site, announced(site, 0), list(chunks([row_bytes(0)], CHUNK)))
+    go_on.set()
+    assert pushing.result(BOUND_S) == pb.Receipt()
+    assert raw(site, announced(site, 0), []).duplicate
+    assert torch.equal(site.stored(0), row_bytes(0))
+
+
 def test_a_round_that_ends_leaves_nothing_of_an_upload(make: Callable[..., Site]) -> None:
     site = make("rounds.quorum=1", "rounds.grace_s=0")
     pushing = site.cut_push(0, 5 * CHUNK // 2)
