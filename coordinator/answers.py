@@ -9,7 +9,8 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
 
 import grpc
 
-from diloco.errors import TABLE, DilocoError
+from diloco.errors import TABLE, DilocoError, Overload
+from diloco.framing import RETRY_AFTER
 
 log = logging.getLogger("diloco.coordinator")
 P = ParamSpec("P")
@@ -22,7 +23,10 @@ REASON_LIMIT = 600
 
 async def abort(context: Context, error: DilocoError) -> None:
     """Ends a call with the error's status, message and class name."""
-    context.set_trailing_metadata((("diloco-error", type(error).__name__),))
+    metadata = [("diloco-error", type(error).__name__)]
+    if isinstance(error, Overload):
+        metadata.append((RETRY_AFTER, str(round(error.retry_after_s * 1000))))
+    context.set_trailing_metadata(tuple(metadata))
     await context.abort(getattr(grpc.StatusCode, TABLE[type(error)].grpc_status), error.message[:REASON_LIMIT])
 
 

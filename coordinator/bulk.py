@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import grpc
 import torch
-import xxhash
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from coordinator.answers import Context, abort, answers, to_bytes
+from coordinator.anchors import Pinned
+from coordinator.answers import Context, answers, to_bytes
 from coordinator.fold import Part
 from coordinator.inbox import Stored, select
 from coordinator.run import Outcome, Run, Taken
-from coordinator.store import Spool
+from coordinator.upload import RETRY_S, Key, Slot, Stream, Upload
 from coordinator.words import waiting_for
-from diloco.codec import CODECS, by_id
-from diloco.errors import DilocoError, Malformed
+from diloco.codec import CODECS, Codec, by_id
+from diloco.errors import DeadlineExceeded, DilocoError, Expired, Malformed, Overload, StaleEpoch
 from diloco.framing import chunks, pieces_from_proto
 from diloco.layout import Piece
 from diloco.v1 import coordinator_pb2 as pb
 
-log = logging.getLogger("diloco.coordinator")
 MAX_WAIT_S = 60.0
+IDLE_S = 120.0
+"""A stream that moves no byte for so long is ended: its line is dead."""
+PROGRESS_S = 1.0
+"""How often a stream that brings bytes says so, and looks whether they still count."""
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+class _Push(NamedTuple):
+    """A push as its header announces it."""
+
+    header: pb.PushHeader
+    pieces: tuple[Piece, ...]
+    codec: Codec
+
+    @property
+    def key(self) -> Key:
+        header = self.header
+        round_ = 0 if header.seed else header.round
+        slot = Slot(header.fragment, round_, header.island_id, header.rank, header.seed)
+        return Key(slot, header.digest)
 
 
 class Bulk:
@@ -34,59 +54,115 @@ class Bulk:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._free_bytes = sampled(lambda: run.store.files.free_bytes(run.store.root))
 
     def methods(self) -> dict[str, Any]:
         """gRPC method handlers by name."""
         return {
             "Push": grpc.stream_unary_rpc_method_handler(self.push, response_serializer=to_bytes),
             "Fetch": grpc.unary_stream_rpc_method_handler(self.fetch, request_deserializer=pb.FetchRequest.FromString),
+            "Resume": grpc.unary_unary_rpc_method_handler(
+                self.resume, request_deserializer=pb.PushHeader.FromString, response_serializer=to_bytes
+            ),
         }
+
+    # -- contributions and first parameters --------------------------------------------------------------------------
+
+    @answers
+    async def resume(self, header: pb.PushHeader, context: Context) -> pb.Resumption:
+        """Says where a push goes on, or that nothing more is to be sent."""
+        push = self._announced(header)
+        receipt = await self._settled(push)
+        if receipt:
+            return pb.Resumption(receipt=receipt)
+        upload = self._run.uploads.find(push.key, header.total_bytes)
+        return pb.Resumption(have_bytes=await self._run.uploads.run(upload.look) if upload else 0)
 
     @answers
     async def push(self, messages: AsyncIterator[bytes], context: Context) -> pb.Receipt:
         """Takes one rank's part of a contribution, or of the first parameters."""
-        header = await self._push_header(messages)
-        run = self._run
-        key = header.island_id, header.fragment, header.round
-        if not header.seed and run.expected(*key, header.base_version):
-            return _receipt(await run.late(*_key(header), header.tokens))
-        name = f"{xxhash.xxh3_64_hexdigest(header.SerializeToString())}.partial"
-        spool = Spool(run.store.inbox_path(name), run.store.files)
-        try:
-            async for message in messages:
-                spool.add(message, header.total_bytes)
-            return await self._received(header, spool)
-        finally:
-            spool.close()
-
-    async def _received(self, header: pb.PushHeader, spool: Spool) -> pb.Receipt:
-        """Takes a part whose bytes are all here."""
-        run, key = self._run, (header.island_id, header.epoch)
-        spool.check_complete(header.total_bytes)
-        pieces = tuple(self._pieces(header.pieces, header.fragment))
-        codec = by_id(header.codec_id, header.codec_version)
-        part = Part(pieces=pieces, codec=codec, payload=run.store.files.map(spool.path))
-        if header.seed:
-            duplicate = await run.seed(*key, header.rank, header.fragment, part, spool.digest)
-            return pb.Receipt(duplicate=duplicate)
-        dropped = await run.check(*key, header.fragment, header.round, part)
-        if dropped:
-            return pb.Receipt(dropped=dropped)
-        name = f"f{header.fragment}-r{header.round}-{header.island_id}-e{header.epoch}-{header.rank}"
-
-        def keep() -> Stored:
-            path = spool.publish(run.store.inbox_path(f"{name}-{spool.digest}"))
-            return Stored(pieces=pieces, codec=codec, path=path, digest=spool.digest, files=run.store.files)
-
-        return _receipt(await run.contribute(_key(header), keep, header.tokens, header.steps))
-
-    async def _push_header(self, messages: AsyncIterator[bytes]) -> pb.PushHeader:
-        """Reads and checks a header, so that no more is received than can be meant."""
-        run = self._run
         try:
             header = pb.PushHeader.FromString(await anext(aiter(messages)))
         except (DecodeError, StopAsyncIteration):
             raise Malformed("a push starts with a PushHeader") from None
+        push, run = self._announced(header), self._run
+        receipt = await self._settled(push)
+        if receipt:
+            return receipt
+        await run.uploads.supersede(push.key)
+        with run.admission.stream(header.island_id):
+            begun = run.uploads.find(push.key, header.total_bytes)
+            run.admission.room(
+                0 if begun else header.total_bytes,
+                kept_bytes=run.kept_bytes + run.uploads.reserved_bytes,
+                coming_bytes=run.uploads.coming_bytes,
+                free_bytes=self._free_bytes(),
+            )
+            upload, stream = run.uploads.begin(push.key, header.total_bytes)
+            try:
+                return await self._receive(push, upload, stream, messages)
+            except asyncio.CancelledError:
+                if not stream.superseded:
+                    raise
+                stream.task.uncancel()
+                raise Overload("a newer stream of the same payload has taken over", retry_after_s=RETRY_S) from None
+            except (DilocoError, OSError) as error:
+                # Half a payload is good as far as it came; a whole one is not, unless only its lease is over.
+                if isinstance(error, OSError) or (upload.whole and not isinstance(error, StaleEpoch)):
+                    await run.uploads.drop(upload)
+                raise
+            finally:
+                run.uploads.end(upload)
+
+    async def _receive(self, push: _Push, upload: Upload, stream: Stream, messages: AsyncIterator[bytes]) -> pb.Receipt:
+        """Takes what is missing of a payload, then what it is."""
+        run, header = self._run, push.header
+        have = await run.uploads.run(upload.open)
+        if header.first_byte > have:
+            raise Expired(f"{have} bytes of this push are here, not {header.first_byte}: ask Resume, and go on there")
+        told = -PROGRESS_S
+        async for message in _lively(messages):
+            moved = await run.uploads.run(upload.add, message)
+            now = time.monotonic()
+            if moved and not header.seed and now - told >= PROGRESS_S:
+                told = now
+                await run.progressed(header.island_id, header.fragment, header.round)
+                receipt = await self._settled(push)
+                if receipt:
+                    await run.uploads.drop(upload)
+                    return receipt
+        await run.uploads.run(upload.check_complete)
+        run.lease(header.run_id, header.island_id, header.epoch)
+        stream.storing = True
+        receipt = await self._received(push, upload)
+        if not header.seed or run.state.seeded:
+            await run.uploads.drop(upload)
+            await run.uploads.prune(run.over)
+        return receipt
+
+    async def _received(self, push: _Push, upload: Upload) -> pb.Receipt:
+        """Takes a part whose bytes are all here."""
+        run, header, pieces, codec = self._run, push.header, push.pieces, push.codec
+        key, digest = (header.island_id, header.epoch), header.digest
+        part = Part(pieces=pieces, codec=codec, payload=run.store.files.map(upload.path))
+        if header.seed:
+            return pb.Receipt(duplicate=await run.seed(*key, header.rank, header.fragment, part, digest))
+        dropped = await run.check(*key, header.fragment, header.round, part)
+        if dropped:
+            return pb.Receipt(dropped=dropped)
+        name = f"f{header.fragment}-r{header.round}-{header.island_id}-e{header.epoch}-{header.rank}-{digest}"
+
+        def keep() -> Stored:
+            path = upload.publish(run.store.inbox_path(name))
+            return Stored(pieces=pieces, codec=codec, path=path, digest=digest, files=run.store.files)
+
+        return _receipt(
+            await run.contribute((*key, header.rank, header.fragment, header.round), keep, header.tokens, header.steps)
+        )
+
+    def _announced(self, header: pb.PushHeader) -> _Push:
+        """Checks a header, so that no more is received than can be meant."""
+        run = self._run
         run.lease(header.run_id, header.island_id, header.epoch)
         limit = len(run.fragments) if header.seed else len(run.state.rounds)
         if header.fragment >= limit:
@@ -96,7 +172,26 @@ class Bulk:
         expected = sum(codec.size(piece.box.numel) for piece in pieces)
         if header.total_bytes != expected:
             raise Malformed(f"{header.total_bytes} bytes announced; {codec.name} of these pieces takes {expected}")
-        return header
+        if not _DIGEST.fullmatch(header.digest):
+            raise Malformed("a push names the XXH3-128 of its payload: 32 lower-case hex digits")
+        return _Push(header, tuple(pieces), codec)
+
+    async def _settled(self, push: _Push) -> pb.Receipt | None:
+        """The receipt of a part that need not be sent: it is known, or does not count.
+
+        Raises:
+            Conflict, Malformed, StaleEpoch: it must not be sent.
+        """
+        run, header = self._run, push.header
+        key = (header.island_id, header.epoch, header.rank, header.fragment)
+        if header.seed:
+            return pb.Receipt(duplicate=True) if run.seed_known(*key, header.digest) else None
+        if run.expected(header.island_id, header.fragment, header.round, header.base_version):
+            return _receipt(await run.late(*key, header.round, header.tokens))
+        dropped = run.unwanted(header.island_id, header.epoch, header.fragment, header.round)
+        if dropped:
+            return pb.Receipt(dropped=dropped)
+        return pb.Receipt(duplicate=True) if run.has(*key, header.round, header.digest, push.pieces) else None
 
     def _pieces(self, messages: Iterable[pb.Piece], fragment: int) -> list[Piece]:
         """The pieces of a request, which are boxes of the fragment's tensors and no more than it is."""
@@ -110,49 +205,60 @@ class Bulk:
             raise Malformed(f"the pieces are more than fragment {fragment} is")
         return pieces
 
-    async def fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[bytes]:
+    # -- updates and anchors ------------------------------------------------------------------------------------------
+
+    @answers
+    async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
         """Sends pieces of an update, or of anchors as they stand."""
-        try:
-            header, parts = await self._found(request)
-            yield header.SerializeToString()
-            for message in chunks(parts, self._run.config.wire.chunk_bytes):
-                yield message
+        header, parts = await self._found(request)
+        with self._run.admission.stream(request.island_id):
+            await _send(context, header.SerializeToString())
+            end = min(header.total_bytes, header.first_byte + (request.length_bytes or header.total_bytes))
+            for message in chunks(parts, self._run.config.wire.chunk_bytes, header.first_byte, end):
+                await _send(context, message)
                 await asyncio.sleep(0)
-        except DilocoError as error:
-            await abort(context, error)
-        except OSError as error:
-            log.exception("fetch failed")
-            await abort(context, DilocoError(f"the coordinator cannot read this: {error}"))
 
     async def _found(self, request: pb.FetchRequest) -> tuple[pb.FetchHeader, Iterator[Tensor]]:
-        run = self._run
+        """The header and the whole payload of an answer."""
+        run, fragment = self._run, request.fragment
         run.lease(request.run_id, request.island_id, request.epoch)
+        first_byte = request.first_byte
         if request.anchor:
-            outer = run.anchor(request.fragment)
-            payload, codec = outer.anchor.view(torch.uint8), CODECS["fp32"]
-            ended = run.ended[request.fragment]
-            header = pb.FetchHeader(outcome="anchor", version=outer.version, round=ended)
-            digest = outer.digest
+            pin = self._pinned(request)
+            if pin.version != request.version:
+                first_byte = 0
+            header = pb.FetchHeader(outcome="anchor", version=pin.version, round=pin.ended)
+            payload, codec, digest = pin.anchor.view(torch.uint8), CODECS["fp32"], pin.digest
         else:
             wait_s = min(MAX_WAIT_S, max(0.0, request.wait_s))
-            outcome = await run.outcome(request.fragment, request.round, wait_s)
+            outcome = await run.outcome(fragment, request.round, wait_s)
             if outcome is None:
-                reason = waiting_for(run.state, request.fragment, run.clock())
+                reason = waiting_for(run.state, fragment, run.clock())
                 return pb.FetchHeader(outcome="open", reason=reason), iter(())
             header = self._outcome_header(outcome)
             if outcome.update is None:
                 return header, iter(())
-            payload, codec, digest = (
-                run.store.files.map(outcome.update),
-                CODECS[run.config.wire.down],
-                outcome.digest,
-            )
-        pieces = self._pieces(request.pieces, request.fragment)
-        parts = select(run.fragments[request.fragment], payload, pieces, codec)
+            try:
+                payload = run.store.files.map(outcome.update)
+            except OSError as error:
+                raise DilocoError(f"the coordinator cannot read this: {error}") from error
+            codec, digest = CODECS[run.config.wire.down], outcome.digest
+        pieces = self._pieces(request.pieces, fragment)
         header.codec_id, header.codec_version = codec.id, codec.version
         header.digest = digest & (2**64 - 1)
-        header.total_bytes = sum(part.numel() for part in parts)
-        return header, iter(parts)
+        header.total_bytes = sum(codec.size(piece.box.numel) for piece in pieces)
+        if first_byte > header.total_bytes:
+            raise Malformed(f"the payload has {header.total_bytes} bytes, and it is asked for from byte {first_byte}")
+        header.first_byte = first_byte
+        return header, select(run.fragments[fragment], payload, pieces, codec)
+
+    def _pinned(self, request: pb.FetchRequest) -> Pinned:
+        """The anchor that a request means: at its version while that is kept, else as it stands."""
+        run, fragment = self._run, request.fragment
+        outer = run.anchor(fragment)
+        ended = run.ended[fragment]
+        current = Pinned(version=outer.version, ended=ended, digest=outer.digest, anchor=outer.anchor)
+        return run.anchors.ask(fragment, current, request.version if request.first_byte else None)
 
     def _outcome_header(self, outcome: Outcome) -> pb.FetchHeader:
         return pb.FetchHeader(
@@ -163,9 +269,43 @@ class Bulk:
         )
 
 
-def _key(header: pb.PushHeader) -> tuple[str, int, int, int, int]:
-    """Island, epoch, rank, fragment and round of a push."""
-    return header.island_id, header.epoch, header.rank, header.fragment, header.round
+async def _lively(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The messages of a stream that does not stop half-way without an end."""
+    stream = aiter(messages)
+    while True:
+        try:
+            async with asyncio.timeout(IDLE_S):
+                message = await anext(stream, None)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the stream brought nothing for {IDLE_S:g} s: ask Resume, and go on there"
+            ) from None
+        if message is None:
+            return
+        yield message
+
+
+async def _send(context: Context, message: bytes) -> None:
+    """Sends a message to a caller who takes it."""
+    try:
+        async with asyncio.timeout(IDLE_S):
+            await context.write(message)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the stream took nothing for {IDLE_S:g} s: ask for the rest") from None
+
+
+def sampled(look: Callable[[], int], every_s: float = 1.0) -> Callable[[], int]:
+    """A figure that is looked up again no more than every `every_s` seconds."""
+    last = (-every_s, 0)
+
+    def figure() -> int:
+        nonlocal last
+        now = time.monotonic()
+        if now - last[0] >= every_s:
+            last = now, look()
+        return last[1]
+
+    return figure
 
 
 def _receipt(taken: Taken) -> pb.Receipt:

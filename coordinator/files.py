@@ -49,6 +49,12 @@ class Files:
         except SafetensorError as error:
             raise OSError(f"{path} cannot be written: {error}") from error
 
+    def write_at(self, descriptor: int, data: memoryview, offset: int) -> None:
+        """Writes into an open file, and does not sync it."""
+        while len(data):
+            written = os.pwrite(descriptor, data, offset)
+            data, offset = data[written:], offset + written
+
     def sync(self, path: Path) -> None:
         """Makes a file's bytes, or the names in a folder, durable."""
         descriptor = os.open(path, os.O_RDONLY)

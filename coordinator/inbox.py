@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
@@ -67,6 +68,11 @@ class Stored:
     path: Path
     digest: str
     files: Files = field(default=REAL, compare=False, repr=False)
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of its file."""
+        return sum(self.codec.size(piece.box.numel) for piece in self.pieces)
 
     def part(self) -> Part:
         """The part with its payload as a memory map."""
@@ -168,6 +174,22 @@ class Inbox:
         inbound = self._rounds.get((fragment, round_), {}).get(island)
         return bool(inbound and inbound.epoch == epoch and inbound.coverage.whole and rank in inbound.parts)
 
+    def has(
+        self, fragment: int, round_: int, island: str, epoch: int, rank: int, digest: str, pieces: Sequence[Piece]
+    ) -> bool:
+        """Whether a rank's part has come under an epoch. Raises `Conflict` where it came with other bytes."""
+        inbound = self._rounds.get((fragment, round_), {}).get(island)
+        known = inbound.parts.get(rank) if inbound and inbound.epoch == epoch else None
+        if known and (known.digest, known.pieces) != (digest, tuple(pieces)):
+            raise Conflict(f"rank {rank} has sent {known.digest} before and sends {digest} now")
+        return known is not None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        inbounds = (inbound for islands in self._rounds.values() for inbound in islands.values())
+        return sum(stored.size_bytes for inbound in inbounds for stored in inbound.parts.values())
+
     def holds(self, path: Path) -> bool:
         """Whether a file is part of a contribution."""
         return any(i.holds(path) for islands in self._rounds.values() for i in islands.values())
@@ -242,15 +264,13 @@ class SeedBed:
         self._anchors = []
 
 
-def select(tensors: Fragment, payload: Tensor, pieces: Sequence[Piece], codec: Codec) -> list[Tensor]:
-    """The parts of a fragment's payload (uint8, tensors in flat order) that decode to `pieces`, in their order."""
+def select(tensors: Fragment, payload: Tensor, pieces: Sequence[Piece], codec: Codec) -> Iterator[Tensor]:
+    """Yields the parts of a fragment's payload (uint8, tensors in flat order) that decode to `pieces`, in order."""
     ends = list(accumulate(codec.size(spec.numel) for spec in tensors.specs))
-    out = []
     for piece in pieces:
         where = tensors.place.get(piece.tensor)
         if where is None:
             raise Malformed(f"tensor {piece.tensor} is not part of fragment {tensors.index}")
         spec = tensors.specs[where]
         whole = payload[ends[where] - codec.size(spec.numel) : ends[where]]
-        out.append(codec.select(whole, spec.shape, piece.box))
-    return out
+        yield codec.select(whole, spec.shape, piece.box)

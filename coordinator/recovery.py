@@ -266,7 +266,7 @@ def _replay_part(found: Recovered, body: dict[str, Any], stored: Stored) -> None
 def clean(root: Path, found: Recovered) -> None:
     """Removes what nothing in the ledger speaks of: contributions without a receipt, unfinished first parameters."""
     for path in (root / "inbox").iterdir():
-        if not found.inbox.holds(path):
+        if path.suffix not in (".partial", ".sums") and not found.inbox.holds(path):  # `Uploads` looks after those
             path.unlink()
     if not found.state.seeded:
         for path in root.glob("manifest-*.json"):

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coordinator import facts, rounds
+from coordinator.admission import Admission
+from coordinator.anchors import Anchors
 from coordinator.facts import Aborted, Committed, Ended, Skipped
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import SeedBed, Stored
@@ -25,13 +27,14 @@ from coordinator.recovery import Recovered, clean, folded_row, layout_row, part_
 from coordinator.snapshots import Snapshot
 from coordinator.state import revive
 from coordinator.store import UPDATES_KEPT, Store
+from coordinator.upload import Slot, Uploads
 from coordinator.words import announce
 from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.digest import show
 from diloco.errors import DigestMismatch, DilocoError, DivergedError, Expired, Malformed, RunMismatch, StaleEpoch
 from diloco.fragments import partition
-from diloco.layout import Layout
+from diloco.layout import Layout, Piece
 
 log = logging.getLogger("diloco.coordinator")
 DISK_RETRY_S = 1.0
@@ -130,6 +133,9 @@ class Run:
         self._keeper = Keeper(store, config, self._saved, lambda: DISK_RETRY_S)
         self._offered = committed
         """Commits that the last snapshot offered to the keeper holds."""
+        self.uploads = Uploads(store.root / "inbox", store.files)
+        self.admission = Admission(config.limits)
+        self.anchors = Anchors(config.rounds.lease_s, clock)
         if found.fresh:
             store.record([run_row(config)])
         else:
@@ -180,6 +186,8 @@ class Run:
                 await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
                 await self.take(rounds.Tick())
                 self._see_stopped()
+                await self.uploads.prune(self.over)
+                self.anchors.expire()
                 trouble = ""
             except OSError as error:
                 if str(error) != trouble:
@@ -392,6 +400,7 @@ class Run:
         return await self._in_turn(lambda: self._join(island, ranks, layout))
 
     async def _join(self, island: str, ranks: int, layout: Layout) -> int:
+        self.admission.lease(island, [member.id for member in self.state.members.values() if member.present])
         first = self.layout is None
         fragments = partition(layout, self.config.sync) if first else self.fragments
         if self.layout is not None and layout.digest != self.layout.digest:
@@ -423,20 +432,33 @@ class Run:
 
     async def seed(self, island: str, epoch: int, rank: int, fragment: int, part: Part, digest: str) -> bool:
         """Takes one rank's part of the first parameters; returns whether it was known already."""
-        rounds.member_of(self.state, island, epoch)
-        bed = self._seedbed if self._seedbed and self._seedbed.epoch == epoch else None
-        if self.state.seeded:
-            if bed and bed.known(fragment, rank, digest):
-                return True
-            raise StaleEpoch("the run has its first parameters already: fetch them")
-        if self.state.seeder != island:
-            raise Malformed(f"first parameters are to come from {self.state.seeder}, not from {island}")
-        if bed is None:
+        if self.seed_known(island, epoch, rank, fragment, digest):
+            return True
+        bed = self._seedbed
+        if bed is None or bed.epoch != epoch:
             bed = self._seedbed = SeedBed(epoch, self.fragments)
         duplicate = await self.in_worker(lambda: bed.add(fragment, rank, part, digest))
         if bed is self._seedbed and bed.anchors:
             await self._in_turn(partial(self._plant, bed))
         return duplicate
+
+    def seed_known(self, island: str, epoch: int, rank: int, fragment: int, digest: str) -> bool:
+        """Whether a rank's part of the first parameters has come already.
+
+        Raises:
+            StaleEpoch, Malformed: first parameters are not to come from this island, or not any more.
+            Conflict: it came with other bytes.
+        """
+        rounds.member_of(self.state, island, epoch)
+        bed = self._seedbed
+        known = bool(bed and bed.epoch == epoch and bed.known(fragment, rank, digest))
+        if self.state.seeded:
+            if known:
+                return True
+            raise StaleEpoch("the run has its first parameters already: fetch them")
+        if self.state.seeder != island:
+            raise Malformed(f"first parameters are to come from {self.state.seeder}, not from {island}")
+        return known and not (bed and bed.anchors)  # where all have come and could not be stored, the last comes again
 
     async def _plant(self, bed: SeedBed) -> None:
         """Makes the first parameters durable, then shows them; where the disk fails, the last part is sent again."""
@@ -496,6 +518,37 @@ class Run:
     def _discard(self, stored: Stored) -> None:
         if not self._inbox.holds(stored.path):
             stored.discard()
+
+    def has(
+        self, island: str, epoch: int, rank: int, fragment: int, round_: int, digest: str, pieces: Sequence[Piece]
+    ) -> bool:
+        """Whether a rank's part has come under this epoch. Raises `Conflict` where it came with other bytes."""
+        return self._inbox.has(fragment, round_, island, epoch, rank, digest, pieces)
+
+    def unwanted(self, island: str, epoch: int, fragment: int, round_: int) -> str:
+        """Why an island's parts cannot count in an open round, or ""."""
+        current = self.state.rounds[fragment]
+        entry = current.entries.get(island)
+        if current.round == round_ and entry and entry.epoch != epoch:
+            return f"{island} has already contributed to round {round_} under another epoch"
+        return current.refused.get(island, "") if current.round == round_ else ""
+
+    def over(self, slot: Slot) -> bool:
+        """Whether nothing that is sent to a slot can count any more."""
+        if slot.seed:
+            return self.state.seeded or self.state.seeder != slot.island
+        try:
+            return slot.fragment >= len(self.state.rounds) or bool(
+                rounds.lateness(self.state, slot.fragment, slot.round)
+                and rounds.reception(self.state, slot.fragment, slot.round, slot.island)
+            )
+        except Malformed:
+            return True
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of contributions and updates that are kept."""
+        return self.store.kept_bytes
 
     async def _contribute(
         self, island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int, steps: int

@@ -27,6 +27,8 @@ OPTIONS = [
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", CONTROL_LIMIT_BYTES),
     ("grpc.max_send_message_length", CONTROL_LIMIT_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]

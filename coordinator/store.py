@@ -4,7 +4,7 @@ lock                     held while a coordinator uses the folder
 address                  where the coordinator listens, or last did
 ledger.sqlite            the facts of the run, in order, behind the state that those before a snapshot came to
 events.jsonl             every fact of the run since its beginning, for people to follow
-inbox/                   parts of contributions of open rounds
+inbox/                   parts of contributions of open rounds; *.partial and *.sums are uploads under way
 updates/                 payloads of the last updates
 fragments/               outer state of one fragment at one version (safetensors)
 manifest-NNNNNNNN.json   a snapshot: which fragment files, which layout, which run
@@ -13,7 +13,6 @@ manifest-NNNNNNNN.json   a snapshot: which fragment files, which layout, which r
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import logging
 import time
@@ -21,16 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import xxhash
 from torch import Tensor
 
 from coordinator import snapshots
-from coordinator.files import REAL, Files
+from coordinator.files import Files
 from coordinator.ledger import Ledger, Row
 from coordinator.snapshots import Snapshot
 from diloco.config import RunConfig
-from diloco.errors import CodecError, DilocoError, EnvironmentFault, RunMismatch
-from diloco.framing import unchunk
+from diloco.errors import DilocoError, EnvironmentFault, RunMismatch
 
 log = logging.getLogger("diloco.coordinator")
 UPDATES_KEPT = 8
@@ -63,8 +60,9 @@ class Store:
             raise EnvironmentFault(
                 f"the state folder {root} is in use by another coordinator: stop it or name another --state"
             ) from None
-        for stale in root.glob("*/*.partial"):
-            stale.unlink()
+        for folder in ("updates", "fragments"):  # those in the inbox are uploads that go on
+            for stale in (root / folder).glob("*.partial"):
+                stale.unlink()
         try:
             self.ledger = Ledger(root / "ledger.sqlite")
             self._last = self._shown = self.ledger.last()
@@ -190,50 +188,3 @@ def check_same_run(old: RunConfig, config: RunConfig, root: Path) -> None:
             f"{root} was written with settings {old.digest[:12]}, and these are {config.digest[:12]}: "
             "a run keeps its settings; restore the run file or name another --state"
         )
-
-
-class Spool:
-    """A bulk stream on its way to a file, so that no contribution is ever whole in memory."""
-
-    def __init__(self, path: Path, files: Files = REAL) -> None:
-        self._files = files
-        self.path = path.with_name(f"{path.stem}-{next(_serial)}.partial")
-        self._file = self.path.open("wb")
-        self._hash = xxhash.xxh3_128()
-        self._bytes = 0
-
-    @property
-    def digest(self) -> str:
-        """XXH3-128 (hex) of what has come."""
-        return self._hash.hexdigest()
-
-    def add(self, message: bytes, limit: int) -> None:
-        """Takes one chunk. Raises `CodecError` where it is damaged, or where more than `limit` bytes have come."""
-        payload = unchunk(message)
-        if self._bytes + len(payload) > limit:
-            raise CodecError(f"more than the {limit} bytes that the header announced")
-        self._file.write(payload)
-        self._hash.update(payload)
-        self._bytes += len(payload)
-
-    def check_complete(self, total: int) -> None:
-        """Raises `CodecError` where bytes are missing."""
-        if self._bytes != total:
-            raise CodecError(f"the stream ended after {self._bytes} of {total} bytes")
-        self._file.flush()
-
-    def publish(self, path: Path) -> Path:
-        """Makes the bytes durable under `path`."""
-        self._files.publish(self.path, path)
-        return path
-
-    def close(self) -> None:
-        """Forgets what has not been published."""
-        self._file.close()
-        self.path.unlink(missing_ok=True)
-
-
-_serial = itertools.count()
-
-
-publish, write_atomic, read_payload = REAL.publish, REAL.write, REAL.map

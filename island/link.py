@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import grpc
+import xxhash
 from google.protobuf.message import Message
 from torch import Tensor
 
-from diloco.errors import BY_NAME, ConfigError, DeadlineExceeded, DilocoError, Refused, Unreachable
-from diloco.framing import CONTROL_LIMIT_BYTES, SERVICE, Collector, chunks
+from diloco.errors import (
+    BY_NAME,
+    ConfigError,
+    DeadlineExceeded,
+    DilocoError,
+    Expired,
+    Overload,
+    Refused,
+    Unreachable,
+)
+from diloco.framing import CONTROL_LIMIT_BYTES, FRAME_BYTES, RETRY_AFTER, SERVICE, Collector, chunks
 from diloco.v1 import coordinator_pb2 as pb
 from island.sockets import SocketCounter, Traffic
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 CONTROL_TIMEOUT_S = 20.0
-SLOWEST_BYTES_PER_S = 10_000
-"""A bulk call may take its idle allowance plus its bytes at this rate."""
 IDLE_S = 120.0
+"""A bulk stream that moves no byte for so long is dead. One that does may take as long as it needs."""
+AGAIN: tuple[type[DilocoError], ...] = (Unreachable, Overload)
+"""What is worth another try. All else says that the same request would fail again."""
+PUSH_AGAIN = (*AGAIN, DeadlineExceeded, Expired)
+"""A push that stalled, or that began beyond what the coordinator has kept, asks where to go on."""
+FETCH_AGAIN = (*AGAIN, DeadlineExceeded)
 
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
@@ -42,13 +58,18 @@ class Link:
         address: where the coordinator listens.
         patience_s: how long to try again while nobody answers.
         say: takes a line for people when a wait is long.
+        idle_s: how long a bulk stream may move no byte.
     """
 
-    def __init__(self, address: str, *, patience_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, address: str, *, patience_s: float, say: Callable[[str], None], idle_s: float = IDLE_S) -> None:
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"the coordinator's address {address!r} is not HOST:PORT, for example 10.0.0.5:29400")
-        self.address, self._patience_s, self._say = address, patience_s, say
+        self.address, self._patience_s, self._say, self._idle_s = address, patience_s, say, idle_s
+        self.resumes = 0
+        """Bulk streams that went on where an earlier one was cut."""
+        self.resent_bytes = 0
+        """Payload that was handed to lines that were cut, and sent again."""
         self._control, self._bulk = (grpc.insecure_channel(address, options=_OPTIONS) for _ in range(2))
         self._counter = SocketCounter(int(port))
         self._push = self._bulk.stream_unary(f"/{SERVICE}/Push", None, pb.Receipt.FromString)
@@ -98,32 +119,63 @@ class Link:
 
     # -- bulk -----------------------------------------------------------------------------------------------------
 
-    def push(self, header: pb.PushHeader, parts: Callable[[], Iterable[Tensor]], chunk_bytes: int) -> pb.Receipt:
-        """Streams one rank's part; on a cut line, again from the start.
+    def push(
+        self,
+        header: pb.PushHeader,
+        parts: Callable[[], Iterable[Tensor]],
+        chunk_bytes: int,
+        *,
+        resumed: bool = False,
+    ) -> pb.Receipt:
+        """Streams one rank's part; on a cut line, goes on at the first byte that the coordinator lacks.
 
         Args:
-            header: its key and size.
-            parts: makes the payload, piece by piece (uint8), each time it is needed.
+            header: its key and size; digest and first byte are filled in here.
+            parts: makes the payload, piece by piece (uint8), the same each time it is asked for.
             chunk_bytes: payload of one message.
+            resumed: some of it may have come already, as before a restart of the island: asks first.
         """
+        sent = pb.PushHeader()
+        sent.CopyFrom(header)
+        sent.digest = _digest(parts())
+        pace, ask = _Pace(), resumed
+
+        def attempt() -> pb.Receipt:
+            nonlocal ask
+            if ask:
+                answer = self._call("Resume", sent, pb.Resumption, self._idle_s)
+                if answer.HasField("receipt"):
+                    return answer.receipt
+                sent.first_byte = answer.have_bytes
+                self.resumes += answer.have_bytes > 0
+                self.resent_bytes += pace.resume(answer.have_bytes)
+            ask = True
+            return self._push_once(sent, pace, chunks(parts(), chunk_bytes, sent.first_byte))
+
+        return self._retried(attempt, PUSH_AGAIN, pace)
+
+    def _push_once(self, header: pb.PushHeader, pace: _Pace, body: Iterator[bytes]) -> pb.Receipt:
+        failure: list[DilocoError] = []
 
         def messages() -> Iterator[bytes]:
             yield header.SerializeToString()
-            yield from chunks(parts(), chunk_bytes)
+            handed = header.first_byte
+            for message in body:
+                handed += len(message) - FRAME_BYTES
+                pace.move(handed)
+                yield message
 
-        def attempt() -> pb.Receipt:
-            failure: list[DilocoError] = []
-            try:
-                return cast(
-                    pb.Receipt, self._push(_noting(messages(), failure), timeout=_bulk_timeout(header.total_bytes))
-                )
-            except grpc.RpcError as error:
-                raise (failure[0] if failure else self._translated(error)) from error
-
-        return self._retried(attempt)
+        call = self._push.future(_noting(messages(), failure))
+        try:
+            with self._watched(call, pace):
+                return cast(pb.Receipt, call.result())
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            raise (failure[0] if failure else self._translated(error)) from error
 
     def fetch(self, request: pb.FetchRequest, expected_bytes: int) -> tuple[pb.FetchHeader, Tensor]:
-        """Streams one rank's part of an update or of anchors; on a cut line, again from the start.
+        """Streams one rank's part of an update or of anchors; on a cut line, goes on at the first missing byte.
+
+        Where the rest is no longer kept at the same version, it begins again with the version that is.
 
         Returns:
             (header, payload uint8); the payload is empty where the outcome has no bytes.
@@ -131,61 +183,167 @@ class Link:
         Raises:
             CodecError: damaged, short or too many bytes.
         """
+        pace = _Pace()
+        held: list[tuple[pb.FetchHeader, Collector]] = []
+        return self._retried(lambda: self._fetch_once(request, expected_bytes, held, pace), FETCH_AGAIN, pace)
 
-        def attempt() -> tuple[pb.FetchHeader, Tensor]:
-            stream: Any = self._fetch(request, timeout=request.wait_s + _bulk_timeout(expected_bytes))
-            try:
+    def _fetch_once(
+        self,
+        request: pb.FetchRequest,
+        expected_bytes: int,
+        held: list[tuple[pb.FetchHeader, Collector]],
+        pace: _Pace,
+    ) -> tuple[pb.FetchHeader, Tensor]:
+        """One stream. `held` is what earlier ones have brought, with its header; or empty."""
+        ask = pb.FetchRequest()
+        ask.CopyFrom(request)
+        if held:
+            ask.version, ask.first_byte = held[0][0].version, held[0][1].have
+        stream: Any = self._fetch(ask)
+        try:
+            with self._watched(stream, pace, request.wait_s):
                 header = pb.FetchHeader.FromString(next(stream))
                 if header.total_bytes not in (0, expected_bytes):
                     stream.cancel()
                     raise Refused(f"expected {expected_bytes} bytes of the pieces, offered {header.total_bytes}")
-                collector = Collector(header.total_bytes)
+                if header.first_byte and not (held and _same(header, held[0][0])):
+                    stream.cancel()
+                    self._forget(held, pace)
+                    return self._fetch_once(request, expected_bytes, held, pace)
+                if header.first_byte:
+                    self.resumes += 1
+                else:
+                    self._forget(held, pace)
+                    held.append((header, Collector(header.total_bytes)))
+                header, collector = held[0]
                 for message in stream:
                     collector.add(message)
+                    pace.move(collector.have)
                 return header, collector.finish()
-            except grpc.RpcError as error:
-                raise self._translated(error) from error
+        except grpc.RpcError as error:
+            raise self._translated(error) from error
 
-        return self._retried(attempt)
+    def _forget(self, held: list[tuple[pb.FetchHeader, Collector]], pace: _Pace) -> None:
+        """Begins again: what had come is of a version that is no longer kept."""
+        pace.begin_again()
+        self.resent_bytes += sum(collector.have for _, collector in held)
+        held.clear()
+
+    @contextmanager
+    def _watched(self, call: Any, pace: _Pace, extra_s: float = 0.0) -> Iterator[None]:
+        """Cancels a call that moves no byte for the link's idle time, and `extra_s` before its first."""
+        done, pace.moved_at, begin = threading.Event(), time.monotonic(), time.monotonic()
+
+        def watch() -> None:
+            while True:
+                allowed = self._idle_s + (extra_s if pace.moved_at <= begin else 0.0)
+                left = pace.moved_at + allowed - time.monotonic()
+                if left <= 0:
+                    call.cancel()
+                    return
+                if done.wait(left):
+                    return
+
+        watcher = threading.Thread(target=watch, name="bulk watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
 
     # -- errors ---------------------------------------------------------------------------------------------------
 
-    def _retried(self, attempt: Callable[[], T]) -> T:
-        """Tries again with growing, jittered pauses while nobody answers, within the link's patience."""
-        begin, pause, told = time.monotonic(), 0.2, 0.0
+    def _retried(
+        self, attempt: Callable[[], T], again: tuple[type[DilocoError], ...] = AGAIN, pace: _Pace | None = None
+    ) -> T:
+        """Tries again with growing, jittered pauses, within the link's patience since the last progress."""
+        pace = pace or _Pace()
+        since, pause, told = pace.since, 0.2, 0.0
         while True:
             try:
                 return attempt()
-            except Unreachable as error:
-                waited = time.monotonic() - begin
-                if waited + pause > self._patience_s:
+            except again as error:
+                if pace.since != since:
+                    since, pause = pace.since, 0.2
+                asked_s = error.retry_after_s if isinstance(error, Overload) else 0.0
+                wait_s = max(asked_s * random.uniform(1.0, 1.5), pause * random.uniform(0.5, 1.0))
+                now = time.monotonic()
+                left = pace.since + self._patience_s - now
+                if wait_s > left:
                     raise
-                if waited - told >= 5 or not told:
-                    left = self._patience_s - waited
+                if now - told >= 5:
                     self._say(f"{error.message}; trying again for {left:.0f} s")
-                    told = max(waited, 0.001)
-                time.sleep(pause * random.uniform(0.5, 1.0))
+                    told = now
+                time.sleep(wait_s)
                 pause = min(pause * 1.6, 3.0)
 
     def _translated(self, error: Any) -> DilocoError:
         """The error that a failed call stands for."""
-        name = dict(error.trailing_metadata() or ()).get("diloco-error")
-        if name in BY_NAME:
-            return BY_NAME[name](error.details())
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            return Unreachable(f"no coordinator answers at {self.address} ({_short(error.details())})")
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineExceeded(f"the coordinator at {self.address} did not answer in time")
+        if isinstance(error, grpc.FutureCancelledError):
+            return Unreachable(f"the line to {self.address} moved no byte for {self._idle_s:g} s")
+        metadata = dict(error.trailing_metadata() or ())
+        kind = BY_NAME.get(metadata.get("diloco-error", ""))
+        if kind is Overload:
+            return Overload(error.details(), retry_after_s=int(metadata.get(RETRY_AFTER, 0)) / 1000)
+        if kind:
+            return kind(error.details())
+        match error.code():
+            case grpc.StatusCode.UNAVAILABLE:
+                return Unreachable(f"no coordinator answers at {self.address} ({_short(error.details())})")
+            case grpc.StatusCode.CANCELLED:
+                return Unreachable(f"the line to {self.address} was cut ({_short(error.details())})")
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return DeadlineExceeded(f"the coordinator at {self.address} did not answer in time")
         return DilocoError(f"the coordinator at {self.address} failed: {error.code().name}: {error.details()}")
+
+
+class _Pace:
+    """How a transfer gets on. Patience counts from `since`: the last progress, or the beginning."""
+
+    def __init__(self) -> None:
+        self.since = self.moved_at = time.monotonic()
+        self._have = self._handed = self._furthest = 0
+
+    def move(self, handed: int) -> None:
+        """The line has taken the payload up to byte `handed`. That is progress where it has never taken so much."""
+        self.moved_at = time.monotonic()
+        self._handed = handed
+        if handed > self._furthest:
+            self._furthest, self.since = handed, self.moved_at
+
+    def begin_again(self) -> None:
+        """From here on the first byte is progress again."""
+        self._furthest = 0
+
+    def resume(self, have: int) -> int:
+        """The other side has `have` bytes; returns how many are sent again."""
+        if have > self._have:
+            self.since = time.monotonic()
+        self._have = have
+        again, self._handed = max(0, self._handed - have), have
+        return again
+
+
+def _same(header: pb.FetchHeader, other: pb.FetchHeader) -> bool:
+    """Whether two answers are of the same payload."""
+
+    def payload(h: pb.FetchHeader) -> tuple[object, ...]:
+        return h.outcome, h.version, h.digest, h.codec_id, h.codec_version, h.total_bytes
+
+    return payload(header) == payload(other)
+
+
+def _digest(parts: Iterable[Tensor]) -> str:
+    """XXH3-128 (hex) of a payload."""
+    whole = xxhash.xxh3_128()
+    for part in parts:
+        whole.update(part.numpy().data)
+    return whole.hexdigest()
 
 
 def _short(details: str | None) -> str:
     """The last and telling part of gRPC's nested connection errors."""
     return (details or "no details").rpartition(": ")[2].strip("] ") or "no details"
-
-
-def _bulk_timeout(size: int) -> float:
-    return IDLE_S + size / SLOWEST_BYTES_PER_S
 
 
 def _noting(messages: Iterator[bytes], failure: list[DilocoError]) -> Iterator[bytes]:

@@ -15,9 +15,9 @@ from coordinator.fold import Outer, Part
 from coordinator.inbox import SeedBed, select
 from coordinator.recovery import layout_row, part_row
 from diloco.codec import CODECS, by_id
-from diloco.errors import CodecError, DilocoError, DivergedError, Expired, Malformed, Overload, StaleEpoch
+from diloco.errors import DilocoError, DivergedError, Expired, Malformed, Overload, StaleEpoch
 from diloco.fragments import partition
-from diloco.framing import unchunk
+from diloco.framing import Collector
 from wan.sim_coordinator import Reply, Request, SimCoordinator
 from wan.sim_world import MemoryStored, Process, Saved, Work
 
@@ -250,15 +250,16 @@ class SimService(SimCoordinator):
         return Reply(outcome="anchor", version=outer.version, round=ended, digest=outer.digest, payload=payload)
 
     def _selected(self, request: Request, payload: Tensor, codec: str) -> Tensor:
-        parts = select(self.fragments[request.fragment], payload, request.pieces, CODECS[codec])
+        parts = list(select(self.fragments[request.fragment], payload, request.pieces, CODECS[codec]))
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def _part(request: Request) -> Part:
     """The part of a contribution, or of first parameters, that a request brings."""
-    payload = torch.frombuffer(bytearray(b"".join(unchunk(m) for m in request.messages)), dtype=torch.uint8)
-    if payload.numel() != request.total_bytes:
-        raise CodecError("bytes are missing")
+    collector = Collector(request.total_bytes)
+    for message in request.messages:
+        collector.add(message)
+    payload = collector.finish()
     return Part(pieces=request.pieces, codec=by_id(*request.codec), payload=payload)
 
 

@@ -231,7 +231,7 @@ def test_pieces_may_be_asked_for_in_any_order_and_again() -> None:
 def test_a_foreign_tensor_is_no_part_of_an_update() -> None:
     everything = payload(FRAGMENT, ramp(0), whole(FRAGMENT))
     with pytest.raises(Malformed, match=f"tensor {STATIC.tensors[0]} is not part of fragment 0"):
-        select(FRAGMENT, everything, whole(STATIC), CODECS["fp32"])
+        list(select(FRAGMENT, everything, whole(STATIC), CODECS["fp32"]))
 
 
 def test_the_tilings_of_these_tests_are_odd() -> None:

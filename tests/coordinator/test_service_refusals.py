@@ -10,12 +10,13 @@ from typing import Any, cast
 import grpc
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from coordinator import rounds
 from coordinator.facts import Entry
 from coordinator.run import Run
-from coordinator.store import Spool
+from coordinator.upload import Upload, Uploads
 from diloco.codec import CODECS
 from diloco.errors import (
     BY_NAME,
@@ -111,7 +112,7 @@ SPEC = pb.TensorSpec(name="w", shape=[2], kind="parameter")
 @pytest.mark.parametrize(
     ("fields", "kind", "words"),
     [
-        ({"protocol_min": PROTOCOL + 1, "protocol_max": PROTOCOL + 2}, RunMismatch, "speaks protocols 3 to 4, this"),
+        ({"protocol_min": PROTOCOL + 1, "protocol_max": PROTOCOL + 2}, RunMismatch, "speaks protocols 4 to 5, this"),
         ({"protocol_min": 0, "protocol_max": PROTOCOL - 1}, RunMismatch, "install matching versions"),
         ({"island_id": ""}, Malformed, "an island id, 1 to 64 letters, digits, '.', '_' and '-', not ''"),
         ({"island_id": "../../etc"}, Malformed, r"not '\.\./\.\./etc'"),
@@ -183,19 +184,25 @@ def flip(message: bytes, at: int) -> bytes:
 
 
 GOOD = body(torch.ones(FRAGMENT.numel))
-EMPTY = chunk(memoryview(b""))
+DIGEST = xxhash.xxh3_128_hexdigest(part(FRAGMENT, torch.ones(FRAGMENT.numel)).payload.numpy().data)
+MORE = chunk(memoryview(b"more"), 168)
+EMPTY = chunk(memoryview(b""), 0)
 
 
 @pytest.mark.parametrize(
     ("chunked", "words"),
     [
-        pytest.param([*GOOD, GOOD[0]], "more than the 168 bytes that the header announced", id="oversize"),
+        pytest.param(
+            [*GOOD, chunk(memoryview(b"more"), 168)], "more than the 168 bytes that the header announced", id="oversize"
+        ),
         pytest.param(GOOD[:-1], "the stream ended after 128 of 168 bytes", id="short"),
         pytest.param([], "the stream ended after 0 of 168 bytes", id="none"),
-        pytest.param([GOOD[0], flip(GOOD[1], 20), GOOD[2]], "a chunk of 72 bytes is damaged", id="bit flipped"),
-        pytest.param([GOOD[0], flip(GOOD[1], 0), GOOD[2]], "a chunk of 72 bytes is damaged", id="checksum flipped"),
-        pytest.param([GOOD[0], GOOD[1][:-1], GOOD[2]], "a chunk of 71 bytes is damaged", id="torn"),
+        pytest.param([GOOD[0], flip(GOOD[1], 20), GOOD[2]], "a chunk of 80 bytes is damaged", id="bit flipped"),
+        pytest.param([GOOD[0], flip(GOOD[1], 0), GOOD[2]], "a chunk of 80 bytes is damaged", id="checksum flipped"),
+        pytest.param([GOOD[0], GOOD[1][:-1], GOOD[2]], "a chunk of 79 bytes is damaged", id="torn"),
         pytest.param([b"", *GOOD], "a chunk of 0 bytes is damaged", id="empty message"),
+        pytest.param([GOOD[0], GOOD[2]], "begins at byte 128, and only 64 bytes have come", id="gap"),
+        pytest.param(body(torch.zeros(FRAGMENT.numel)), f"and {DIGEST} was announced", id="other bytes"),
     ],
 )
 @pytest.mark.parametrize("seed", [False, True])
@@ -205,11 +212,15 @@ def test_a_stream_that_is_not_what_was_announced_is_refused(
     at = make()
     [a] = [at.island("a")] if seed else at.started("a")
     before = remains(at)
-    header = a.header(0, whole(FRAGMENT), seed=seed).SerializeToString()
+    header = a.header(0, whole(FRAGMENT), seed=seed, digest=DIGEST).SerializeToString()
     with pytest.raises(CodecError, match=words):
         raw_push(at, [header, *chunked])
-    assert remains(at) == before
+    *after, begun = remains(at)
+    assert after == list(before[:-1])
+    assert all(name.endswith((".partial", ".sums")) for name in begun)  # what was good may be gone on with
+    assert not begun or "was announced" not in words
     assert raw_push(at, [header, EMPTY, *GOOD, EMPTY]) == pb.Receipt()
+    assert seed or len(at.inbox()) == 1
 
 
 @pytest.mark.parametrize("messages", [[], [b"\xff" * 40], [b"\x0a\xff"]])
@@ -260,6 +271,9 @@ ALL = [box(t, (0,) * len(s.shape), s.shape) for t, s in zip(FRAGMENT.tensors, FR
         ({"total_bytes": 167}, Malformed, "167 bytes announced; fp32 of these pieces takes 168"),
         ({"total_bytes": 0}, Malformed, "0 bytes announced"),
         ({"total_bytes": 2**64 - 1}, Malformed, "18446744073709551615 bytes announced"),
+        ({"digest": ""}, Malformed, "a push names the XXH3-128 of its payload"),
+        ({"digest": DIGEST.upper()}, Malformed, "32 lower-case hex digits"),
+        ({"digest": f"{DIGEST}/"}, Malformed, "32 lower-case hex digits"),
         ({"fragment": 1}, Malformed, f"tensor {EMBED} is not part of fragment 1"),
         ({"pieces": [*ALL, box(WEIGHT, (0, 0), (1, 3))]}, Malformed, "the pieces are more than fragment 0 is"),
         ({"pieces": [box(OTHER.tensors[0], (), ())]}, Malformed, "is not part of fragment 0"),
@@ -280,9 +294,9 @@ def test_a_header_that_cannot_be_meant_is_refused_before_anything_is_received(
 ) -> None:
     a, b = at.started("a", "b")
     before = remains(at)
-    monkeypatch.setattr(Spool, "add", None)
+    monkeypatch.setattr(Upload, "add", None)
     with pytest.raises(kind, match=words):
-        raw_push(at, [a.header(0, whole(FRAGMENT), **fields).SerializeToString(), *GOOD])
+        raw_push(at, [a.header(0, whole(FRAGMENT), **{"digest": DIGEST, **fields}).SerializeToString(), *GOOD])
     monkeypatch.undo()
     assert remains(at) == before
     for visitor in (a, b):
@@ -351,36 +365,38 @@ def test_first_parameters_that_are_not_finite_or_foreign_are_refused(at: Rig) ->
 # -- pushes that do not reach their end -----------------------------------------------------------------------------
 
 
-def test_a_push_that_its_sender_gives_up_leaves_nothing(at: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_its_sender_gives_up_goes_on_where_it_stopped(at: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     a, _ = at.started("a", "b")
-    before = remains(at)
-    arrived, closed, go_on = Event(), Event(), Event()
-    add, close = Spool.add, Spool.close
+    arrived, ended, go_on = Event(), Event(), Event()
+    add, end = Upload.add, Uploads.end
 
-    def noted_add(spool: Spool, message: bytes, limit: int) -> None:
-        add(spool, message, limit)
+    def noted_add(upload: Upload, message: bytes) -> bool:
+        moved = add(upload, message)
         arrived.set()
+        return moved
 
-    def noted_close(spool: Spool) -> None:
-        close(spool)
-        closed.set()
+    def noted_end(uploads: Uploads, upload: Upload) -> None:
+        end(uploads, upload)
+        ended.set()
 
     def messages() -> Iterator[bytes]:
-        yield a.header(0, whole(FRAGMENT)).SerializeToString()
+        yield a.header(0, whole(FRAGMENT), digest=DIGEST).SerializeToString()
         yield GOOD[0]
         go_on.wait(BOUND_S)
 
-    monkeypatch.setattr(Spool, "add", noted_add)
-    monkeypatch.setattr(Spool, "close", noted_close)
+    monkeypatch.setattr(Upload, "add", noted_add)
+    monkeypatch.setattr(Uploads, "end", noted_end)
     with grpc.insecure_channel(at.address) as channel:
         call: Any = channel.stream_unary(f"/{SERVICE}/Push", None, None)
         future = call.future(messages(), timeout=BOUND_S)
         assert arrived.wait(BOUND_S)
-        assert len(at.inbox()) == 1
+        assert len(at.inbox()) == 2
         assert future.cancel()
-        assert closed.wait(BOUND_S)
+        assert ended.wait(BOUND_S)
         go_on.set()
-    assert remains(at) == before
+    rest = a.header(0, whole(FRAGMENT), digest=DIGEST, first_byte=64).SerializeToString()
+    assert raw_push(at, [rest, *GOOD[1:]]) == pb.Receipt()
+    assert len(at.inbox()) == 1
 
 
 @pytest.mark.parametrize("meanwhile", ["left", "round ended"])
@@ -389,9 +405,9 @@ def test_what_changes_while_a_push_is_made_durable_is_seen(
 ) -> None:
     at = make("rounds.start_islands=2", "rounds.quorum=1", "rounds.grace_s=0.0")
     a, b = at.started("a", "b")
-    publish = Spool.publish
+    publish = Upload.publish
 
-    def slow(spool: Spool, path: Path) -> Path:
+    def slow(upload: Upload, path: Path) -> Path:
         """Publishes once the loop has seen something else."""
         if meanwhile == "left":
             leaving = rounds.Leaving(island="a", epoch=a.identity.epoch, reason="gone")
@@ -402,9 +418,9 @@ def test_what_changes_while_a_push_is_made_durable_is_seen(
             at.served.call(at.run.take(spoiled))
             at.clock.now += at.run.config.rounds.deadline_s
             at.served.call(at.run.take(rounds.Beat(island="b", epoch=entry.epoch, ready=True)))
-        return publish(spool, path)
+        return publish(upload, path)
 
-    monkeypatch.setattr(Spool, "publish", slow)
+    monkeypatch.setattr(Upload, "publish", slow)
     if meanwhile == "left":
         with pytest.raises(StaleEpoch, match=r"\(gone\): join again"):
             a.push(FRAGMENT, draw(FRAGMENT, 1))
@@ -422,7 +438,7 @@ def test_a_full_disk_is_said_to_the_caller_and_the_run_goes_on(at: Rig, monkeypa
 
     for method in ("add", "publish"):
         with monkeypatch.context() as patch:
-            patch.setattr(Spool, method, full)
+            patch.setattr(Upload, method, full)
             with pytest.raises(DilocoError, match=r"the coordinator cannot store this: .*No space left on device"):
                 a.push(FRAGMENT, draw(FRAGMENT, 1))
         assert remains(at) == before

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 
 from coordinator.files import REAL, Files
-from coordinator.store import UPDATES_KEPT, Spool, Store, check_same_run
-from diloco.errors import CodecError, EnvironmentFault, RunMismatch
-from diloco.framing import chunk
+from coordinator.store import UPDATES_KEPT, Store, check_same_run
+from diloco.errors import EnvironmentFault, RunMismatch
 from tests.support import configure
 
 
@@ -167,13 +165,15 @@ def test_bytes_that_are_kept_are_counted(tmp_path: Path) -> None:
     again.close()
 
 
-def test_half_received_parts_are_forgotten_at_a_start(tmp_path: Path) -> None:
+def test_a_start_removes_what_was_half_written_but_no_upload(tmp_path: Path) -> None:
     opened = Store(tmp_path)
-    opened.inbox_path("half.partial").write_bytes(b"half")
+    for folder in ("inbox", "updates", "fragments"):
+        (tmp_path / folder / "half.partial").write_bytes(b"half")
     opened.inbox_path("whole").write_bytes(b"whole")
     opened.close()
     Store(tmp_path).close()
-    assert names(tmp_path / "inbox") == ["whole"]
+    assert names(tmp_path / "inbox") == ["half.partial", "whole"]
+    assert names(tmp_path / "updates") == names(tmp_path / "fragments") == []
 
 
 # -- updates and payloads -------------------------------------------------------------------------------------------
@@ -204,72 +204,3 @@ def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path: Path, monkey
     with pytest.raises(OSError, match="Input/output"):
         REAL.write(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"old"
-
-
-# -- spools ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def spool(tmp_path: Path) -> Iterator[Spool]:
-    opened = Spool(tmp_path / "part.partial")
-    yield opened
-    opened.close()
-    assert not list(tmp_path.glob("*.partial"))
-
-
-def test_a_spool_becomes_a_file_with_the_digest_of_its_bytes(spool: Spool, tmp_path: Path) -> None:
-    for payload in (b"abc", b"", b"de"):
-        spool.add(chunk(memoryview(payload)), 5)
-    spool.check_complete(5)
-    assert spool.digest == xxhash.xxh3_128_hexdigest(b"abcde")
-    assert spool.publish(tmp_path / "part").read_bytes() == b"abcde"
-    spool.close()
-    assert names(tmp_path) == ["part"]
-
-
-def damaged(message: bytes, at: int) -> bytes:
-    return message[:at] + bytes([message[at] ^ 1]) + message[at + 1 :]
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        damaged(chunk(memoryview(b"abc")), 0),
-        damaged(chunk(memoryview(b"abc")), -1),
-        chunk(memoryview(b"abc"))[:-1],
-        chunk(memoryview(b"abc"))[:5],
-        b"",
-    ],
-)
-def test_a_damaged_chunk_is_refused_and_leaves_no_file(spool: Spool, tmp_path: Path, message: bytes) -> None:
-    with pytest.raises(CodecError, match=f"a chunk of {len(message)} bytes is damaged"):
-        spool.add(message, 100)
-    spool.close()
-    assert not names(tmp_path)
-
-
-def test_more_than_was_announced_is_refused_before_it_is_written(spool: Spool, tmp_path: Path) -> None:
-    spool.add(chunk(memoryview(b"abc")), 5)
-    with pytest.raises(CodecError, match="more than the 5 bytes that the header announced"):
-        spool.add(chunk(memoryview(b"def")), 5)
-    spool.close()
-    assert not names(tmp_path)
-
-
-def test_less_than_was_announced_is_refused_and_leaves_no_file(spool: Spool, tmp_path: Path) -> None:
-    spool.add(chunk(memoryview(b"abc")), 5)
-    with pytest.raises(CodecError, match="the stream ended after 3 of 5 bytes"):
-        spool.check_complete(5)
-    spool.close()
-    assert not names(tmp_path)
-
-
-def test_two_spools_of_one_part_are_not_in_each_others_way(tmp_path: Path) -> None:
-    first, second = Spool(tmp_path / "part.partial"), Spool(tmp_path / "part.partial")
-    first.add(chunk(memoryview(b"abc")), 3)
-    first.close()
-    second.add(chunk(memoryview(b"abc")), 3)
-    second.check_complete(3)
-    second.publish(tmp_path / "part")
-    second.close()
-    assert names(tmp_path) == ["part"]

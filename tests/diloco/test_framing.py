@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -12,15 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.errors import CodecError, LayoutError
-from diloco.framing import Collector, chunk, chunks, piece_to_proto, pieces_from_proto, unchunk
+from diloco.framing import FRAME_BYTES, Collector, chunk, chunks, piece_to_proto, pieces_from_proto, unchunk
 from diloco.layout import Box, Layout, Piece, TensorSpec
 from diloco.v1 import coordinator_pb2 as pb
 from tests.diloco.test_layout import shaped_boxes
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=150)
-CHECK = 8
-"""Bytes of a chunk before its payload."""
-
 payloads = st.lists(st.binary(max_size=40), max_size=6)
 
 
@@ -42,10 +40,26 @@ def test_payloads_of_any_sizes_come_back(parts: list[bytes], chunk_bytes: int) -
     assert collect(messages, sum(map(len, parts))) == b"".join(parts)
 
 
+@given(payloads, st.integers(1, 50), st.data())
+@PROPERTY
+def test_any_range_of_a_payload_comes_alone(parts: list[bytes], chunk_bytes: int, data: st.DataObject) -> None:
+    whole = b"".join(parts)
+    first = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.none() | st.integers(first, len(whole)))
+    offset = first
+    for message in chunks(map(tensor, parts), chunk_bytes, first, end):
+        at, payload = unchunk(message)
+        assert at == offset
+        assert payload == whole[at : at + len(payload)]
+        assert len(payload) == min(chunk_bytes, (len(whole) if end is None else end) - at)
+        offset += len(payload)
+    assert offset == (len(whole) if end is None else end)
+
+
 @given(payloads, st.integers(1, 50))
 @PROPERTY
 def test_chunks_are_filled_up_to_the_bound(parts: list[bytes], chunk_bytes: int) -> None:
-    sizes = [len(message) - CHECK for message in chunks(map(tensor, parts), chunk_bytes)]
+    sizes = [len(message) - FRAME_BYTES for message in chunks(map(tensor, parts), chunk_bytes)]
     full, rest = divmod(sum(map(len, parts)), chunk_bytes)
     assert sizes == [chunk_bytes] * full + [rest] * (rest > 0)
 
@@ -59,36 +73,41 @@ def test_a_chunk_leaves_as_soon_as_it_is_full() -> None:
             yield tensor(data)
 
     stream = chunks(parts(), 4)
-    assert unchunk(next(stream)) == b"abcd"
+    assert unchunk(next(stream)) == (0, b"abcd")
     assert asked == [b"abc", b"def"]
-    assert [bytes(unchunk(message)) for message in stream] == [b"efgh"]
+    assert [unchunk(message) for message in stream] == [(4, b"efgh")]
 
 
 @pytest.mark.parametrize(
-    ("payload", "message"),
-    [(b"", "c294d338 0580062d"), (b"diloco", "40425af2befb2d1d 64696c6f636f")],
+    ("payload", "offset", "message"),
+    [
+        (b"", 0, "0000000000000000 c294d338 0580062d"),
+        (b"diloco", 0, "0000000000000000 40425af2befb2d1d 64696c6f636f"),
+        (b"diloco", 2**40 + 3, "0300000000010000 1a91bffda3f1aa12 64696c6f636f"),
+    ],
 )
-def test_the_bytes_of_a_chunk_never_change(payload: bytes, message: str) -> None:
-    assert chunk(memoryview(payload)) == bytes.fromhex(message)
-    assert chunk(memoryview(payload)) == xxhash.xxh3_64_intdigest(payload).to_bytes(8, "little") + payload
+def test_the_bytes_of_a_chunk_never_change(payload: bytes, offset: int, message: str) -> None:
+    assert chunk(memoryview(payload), offset) == bytes.fromhex(message)
+    check = xxhash.xxh3_64_intdigest(payload, seed=offset)
+    assert chunk(memoryview(payload), offset) == struct.pack("<QQ", offset, check) + payload
 
 
 @given(st.binary(max_size=40), st.data())
 @PROPERTY
 def test_one_flipped_bit_is_refused_and_nothing_taken(payload: bytes, data: st.DataObject) -> None:
-    message = bytearray(chunk(memoryview(payload)))
+    message = bytearray(chunk(memoryview(payload), 0))
     message[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     collector = Collector(len(payload))
     with pytest.raises(CodecError, match=f"a chunk of {len(message)} bytes is damaged"):
         collector.add(bytes(message))
-    collector.add(chunk(memoryview(payload)))
+    collector.add(chunk(memoryview(payload), 0))
     assert collector.finish().numpy().tobytes() == payload
 
 
 @given(st.binary(min_size=1, max_size=20), st.data())
 @PROPERTY
 def test_a_torn_chunk_is_refused(payload: bytes, data: st.DataObject) -> None:
-    message = chunk(memoryview(payload))
+    message = chunk(memoryview(payload), 0)
     torn = message[: data.draw(st.integers(0, len(message) - 1))]
     with pytest.raises(CodecError, match=f"a chunk of {len(torn)} bytes is damaged"):
         unchunk(torn)
@@ -96,19 +115,40 @@ def test_a_torn_chunk_is_refused(payload: bytes, data: st.DataObject) -> None:
 
 def test_more_bytes_than_announced_are_refused_and_not_written() -> None:
     collector = Collector(5)
-    collector.add(chunk(memoryview(b"abc")))
+    collector.add(chunk(memoryview(b"abc"), 0))
     with pytest.raises(CodecError, match="more than the 5 bytes that the header announced"):
-        collector.add(chunk(memoryview(b"xyz")))
-    collector.add(chunk(memoryview(b"de")))
+        collector.add(chunk(memoryview(b"xyz"), 3))
+    collector.add(chunk(memoryview(b"de"), 3))
     assert collector.finish().numpy().tobytes() == b"abcde"
     with pytest.raises(CodecError, match="more than the 5 bytes"):
-        collector.add(chunk(memoryview(b"f")))
+        collector.add(chunk(memoryview(b"f"), 5))
+
+
+def test_a_collector_goes_on_where_it_stands_and_refuses_a_gap() -> None:
+    collector = Collector(8)
+    collector.add(chunk(memoryview(b"abcd"), 0))
+    assert collector.have == 4
+    collector.add(chunk(memoryview(b"bc"), 1))  # here already
+    assert collector.have == 4
+    with pytest.raises(CodecError, match="begins at byte 5, and only 4 bytes have come"):
+        collector.add(chunk(memoryview(b"fg"), 5))
+    collector.add(chunk(memoryview(b"cdef"), 2))  # its end is new
+    assert collector.have == 6
+    collector.add(chunk(memoryview(b"gh"), 6))
+    assert collector.finish().numpy().tobytes() == b"abcdefgh"
+
+
+def test_a_chunk_is_good_at_its_own_place_only() -> None:
+    message = bytearray(chunk(memoryview(b"abcd"), 4))
+    message[:8] = (0).to_bytes(8, "little")
+    with pytest.raises(CodecError, match="damaged"):
+        Collector(8).add(bytes(message))
 
 
 @pytest.mark.parametrize(("messages", "got"), [([], 0), ([b"abc"], 3)])
 def test_fewer_bytes_than_announced_are_refused(messages: list[bytes], got: int) -> None:
     with pytest.raises(CodecError, match=f"ended after {got} of 5 bytes"):
-        collect([chunk(memoryview(m)) for m in messages], 5)
+        collect([chunk(memoryview(m), 0) for m in messages], 5)
 
 
 def test_an_empty_stream_is_an_empty_payload() -> None:

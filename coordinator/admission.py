@@ -1,0 +1,70 @@
+"""What the coordinator may use, and what is taken of it. No I/O and no clock: sizes and leases are arguments.
+
+Whoever comes when a budget is spent is refused before anything is received, and told how long to wait: a queue would
+hold memory and hide from islands that they wait.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from diloco.config import LimitsConfig
+from diloco.errors import Overload
+
+
+class Admission:
+    """The budgets of one run."""
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self._limits = limits
+        self._streams: Counter[str] = Counter()
+
+    @property
+    def streams(self) -> int:
+        """Bulk streams under way."""
+        return self._streams.total()
+
+    def lease(self, island: str, holders: Collection[str]) -> None:
+        """Raises `Overload` where `holders` of a lease are as many as may be, and `island` is not one of them."""
+        limit = self._limits.islands
+        if island not in holders and len(holders) >= limit:
+            raise self._spent("the run", f"{limit} islands (limits.islands)", f"{len(holders)} hold a lease")
+
+    @contextmanager
+    def stream(self, island: str) -> Iterator[None]:
+        """Counts a bulk stream of an island while the block lasts. Raises `Overload` where it is one too many."""
+        limits = self._limits
+        if self.streams >= limits.streams:
+            raise self._spent("the run", f"{limits.streams} bulk streams (limits.streams)", "all are under way")
+        if self._streams[island] >= limits.streams_per_island:
+            what = f"{limits.streams_per_island} bulk streams of an island (limits.streams_per_island)"
+            raise self._spent(f"island '{island}'", what, "all are under way")
+        self._streams[island] += 1
+        try:
+            yield
+        finally:
+            self._streams[island] -= 1
+            self._streams += Counter()  # forgets islands at zero
+
+    def room(self, fresh_bytes: int, *, kept_bytes: int, coming_bytes: int, free_bytes: int) -> None:
+        """Raises `Overload` where a payload does not fit on the disk.
+
+        Args:
+            fresh_bytes: what it will take that is not yet counted in the others.
+            kept_bytes: contributions, updates, and the whole of all uploads under way.
+            coming_bytes: what uploads under way have still to bring.
+            free_bytes: free space of the disk.
+        """
+        limits = self._limits
+        if limits.disk_bytes and kept_bytes + fresh_bytes > limits.disk_bytes:
+            what = f"{limits.disk_bytes} bytes of contributions and updates (limits.disk_bytes)"
+            raise self._spent("the run", what, f"{kept_bytes} are taken, and {fresh_bytes} would come")
+        if free_bytes - coming_bytes - fresh_bytes < limits.disk_free_bytes:
+            what = f"no less than {limits.disk_free_bytes} free bytes on its disk (limits.disk_free_bytes)"
+            raise self._spent("the run", what, f"{free_bytes} are free, and {coming_bytes + fresh_bytes} would come")
+
+    def _spent(self, scope: str, limit: str, taken: str) -> Overload:
+        wait_s = self._limits.retry_s
+        return Overload(f"{scope} may have {limit}; {taken}: try again in {wait_s:g} s", retry_after_s=wait_s)

@@ -1,0 +1,111 @@
+"""A line to a coordinator that a test cuts, after as many bytes as it likes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Literal
+
+from tests.support import BOUND_S
+
+Way = Literal["up", "down"]
+
+
+class Proxy:
+    """Forwards connections to `target` (HOST:PORT) and counts their bytes."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.count: dict[Way, int] = {"up": 0, "down": 0}
+        self._left: dict[Way, int | None] = {"up": None, "down": None}
+        self._changed = threading.Condition()
+        self._open: list[socket.socket] = []
+        self._made: list[socket.socket] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def hold_after(self, way: Way, count: int) -> None:
+        """Lets so many more bytes pass one way, then none until the line is cut."""
+        with self._changed:
+            self._left[way] = count
+
+    def wait_held(self) -> None:
+        """Returns once all bytes that were to pass have passed."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: 0 in self._left.values(), BOUND_S), "the line was never full"
+
+    def cut(self) -> None:
+        """Closes all connections; new ones are unhindered."""
+        with self._changed:
+            self._left = {"up": None, "down": None}
+            closing, self._open = self._open, []
+            for end in closing:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(BOUND_S)
+        for end in self._made:
+            end.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            host, _, port = self.target.rpartition(":")
+            try:
+                far = socket.create_connection((host, int(port)), timeout=BOUND_S)
+            except OSError:  # nobody is there at the moment
+                near.close()
+                continue
+            far.settimeout(None)
+            with self._changed:
+                self._open += [near, far]
+                self._made += [near, far]
+            for way, source, sink in (("up", near, far), ("down", far, near)):
+                self._threads.append(threading.Thread(target=self._pump, args=(way, source, sink), daemon=True))
+                self._threads[-1].start()
+
+    def _pump(self, way: Way, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._left[way] != 0 or source not in self._open)
+                    if source not in self._open:
+                        break
+                    left = self._left[way]
+                data = source.recv(65536 if left is None else min(left, 65536))
+                if not data:
+                    break
+                sink.sendall(data)
+                with self._changed:
+                    self.count[way] += len(data)
+                    before = self._left[way]
+                    if before is not None:
+                        self._left[way] = max(0, before - len(data))
+                    self._changed.notify_all()
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def proxied(target: str) -> Iterator[Proxy]:
+    """A line to `target` until the end of the block."""
+    proxy = Proxy(target)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
