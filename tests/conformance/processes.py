@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from coordinator.cli import listen_on
+from coordinator.files import REAL
 from coordinator.run import Run
-from coordinator.store import Store, write_atomic
+from coordinator.store import Store
 from diloco.config import RunConfig
 from island.session import Session, join
 from tests.conformance import cases
@@ -76,7 +77,7 @@ async def coordinators(folder: Path) -> None:
         servers.append(server)
         run.begin()
         addresses[name] = f"127.0.0.1:{port}"
-    write_atomic(folder / "addresses.json", json.dumps(addresses).encode())
+    REAL.write(folder / "addresses.json", json.dumps(addresses).encode())
     await asyncio.Event().wait()
 
 
@@ -97,7 +98,7 @@ def island(number: int, folder: Path) -> None:
             seen[case.name] = {"rows": rows, "anchors": anchors}
     if number < 2:
         seen[LINEAR] = _linear(number, addresses[LINEAR])
-    write_atomic(folder / f"island-{number}.json", json.dumps(seen).encode())
+    REAL.write(folder / f"island-{number}.json", json.dumps(seen).encode())
 
 
 def _anchors(site: Session) -> list[tuple[int, float]]:

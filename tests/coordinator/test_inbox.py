@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.files import REAL
 from coordinator.inbox import Coverage, Inbound, Inbox, SeedBed, Stored, select
-from coordinator.store import write_atomic
 from diloco.codec import CODECS
 from diloco.errors import Conflict, DivergedError, Malformed
 from diloco.fragments import partition
@@ -101,7 +101,7 @@ def test_boxes_of_no_elements_are_in_nobodys_way() -> None:
 def stored(folder: Path, pieces: list[Piece], digest: str) -> Stored:
     codec = CODECS["fp32"]
     path = folder / f"{digest}.bin"
-    write_atomic(path, payload(FRAGMENT, ramp(0), pieces, codec).numpy())
+    REAL.write(path, payload(FRAGMENT, ramp(0), pieces, codec).numpy())
     return Stored(pieces=tuple(pieces), codec=codec, path=path, digest=digest)
 
 

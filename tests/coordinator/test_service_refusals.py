@@ -50,8 +50,9 @@ def remains(at: Rig) -> tuple[Any, ...]:
 
     def read(run: Run) -> tuple[Any, ...]:
         outers = [(outer.version, outer.digest) for outer in run.outers]
+        seen = tuple(replace(current, progress={}) for current in run.state.rounds)  # uploads that began
         return (
-            run.state,
+            replace(run.state, rounds=seen),
             run.layout and run.layout.digest,
             outers,
             list(run.ended),

@@ -12,6 +12,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from coordinator.files import REAL
 from coordinator.upload import Key, Slot, Upload, Uploads
 from diloco.errors import CodecError, Overload
 from diloco.framing import chunk
@@ -34,7 +35,7 @@ def cut(data: bytes, first: int, length: int) -> bytes:
 
 @pytest.fixture
 def upload(tmp_path: Path) -> Iterator[Upload]:
-    upload = Upload(tmp_path, KEY, len(PAYLOAD))
+    upload = Upload(tmp_path, REAL, KEY, len(PAYLOAD))
     yield upload
     upload.close()
 
@@ -64,7 +65,7 @@ def test_what_has_come_becomes_a_file(upload: Upload, tmp_path: Path) -> None:
 
 
 def test_other_bytes_than_announced_are_refused_at_the_end(tmp_path: Path) -> None:
-    upload = Upload(tmp_path, KEY, 1000)
+    upload = Upload(tmp_path, REAL, KEY, 1000)
     upload.open()
     upload.add(cut(bytes(1000), 0, 1000))
     with pytest.raises(CodecError, match=f"has digest {digest(bytes(1000))}, and {KEY.digest} was announced"):
@@ -94,7 +95,7 @@ def test_whatever_happens_what_it_has_is_a_prefix_of_the_payload(tmp_path: Path,
     folder.mkdir(exist_ok=True)
     for path in folder.iterdir():
         path.unlink()
-    upload, durable = Upload(folder, KEY, len(PAYLOAD)), 0
+    upload, durable = Upload(folder, REAL, KEY, len(PAYLOAD)), 0
     upload.open()
     sums, partial = folder / f"{KEY.name}.sums", folder / f"{KEY.name}.partial"
     for _ in range(data.draw(st.integers(1, 12))):
@@ -124,7 +125,7 @@ def test_whatever_happens_what_it_has_is_a_prefix_of_the_payload(tmp_path: Path,
             case "restart":
                 before = upload.have
                 upload.close()
-                upload = Upload(folder, KEY, None)
+                upload = Upload(folder, REAL, KEY, None)
                 upload.total_bytes = len(PAYLOAD)
                 assert upload.look() == before
                 upload.open()
@@ -136,7 +137,7 @@ def test_whatever_happens_what_it_has_is_a_prefix_of_the_payload(tmp_path: Path,
                 kept = data.draw(st.integers(0, len(content)))
                 content[kept:] = data.draw(st.sampled_from([b"", bytes(len(content) - kept), b"\xff" * 99]))
                 victim.write_bytes(content)
-                upload = Upload(folder, KEY, None)
+                upload = Upload(folder, REAL, KEY, None)
                 upload.total_bytes = len(PAYLOAD)
                 assert upload.open() <= before
         durable = upload.have
@@ -160,7 +161,7 @@ def names(folder: Path) -> list[str]:
 def test_a_start_keeps_uploads_and_removes_what_is_none(tmp_path: Path) -> None:
     for name in ("half.partial", "lonely.sums", f"{KEY.name}.partial", f"{KEY.name}.sums", "whole"):
         (tmp_path / name).write_bytes(b"1234")
-    uploads = Uploads(tmp_path)
+    uploads = Uploads(tmp_path, REAL)
     assert names(tmp_path) == sorted([f"{KEY.name}.partial", f"{KEY.name}.sums", "whole"])
     assert (uploads.reserved_bytes, uploads.coming_bytes) == (4, 0)
     found = uploads.find(KEY, 1000)
@@ -173,7 +174,7 @@ def test_a_start_keeps_uploads_and_removes_what_is_none(tmp_path: Path) -> None:
 
 def test_a_slot_keeps_one_payload_and_each_one_stream(tmp_path: Path) -> None:
     async def play() -> None:
-        uploads, other = Uploads(tmp_path), Key(SLOT, digest(b"other"))
+        uploads, other = Uploads(tmp_path, REAL), Key(SLOT, digest(b"other"))
         ended: list[str] = []
 
         async def zombie() -> None:

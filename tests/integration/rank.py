@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from coordinator.store import write_atomic
+from coordinator.files import REAL
 from island.session import Session, join
 
 STEPS = 8
@@ -134,7 +134,7 @@ def main(path: str) -> None:
         else:
             train(model, site, spec["seed"], seen)
         sizes = [site.replica.contribution_size(f.index) for f in site.replica.fragments]
-    write_atomic(Path(spec["out"]).with_suffix(f".{rank}.json"), json.dumps({"seen": seen, "sizes": sizes}).encode())
+    REAL.write(Path(spec["out"]).with_suffix(f".{rank}.json"), json.dumps({"seen": seen, "sizes": sizes}).encode())
     if size > 1:
         dist.destroy_process_group()
 
