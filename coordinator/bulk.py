@@ -16,7 +16,8 @@ from torch import Tensor
 from coordinator.answers import Context, abort, answers, to_bytes
 from coordinator.fold import Part
 from coordinator.inbox import Stored, select
-from coordinator.run import Outcome, Run, Taken
+from coordinator.results import Outcome, Taken
+from coordinator.run import Run
 from coordinator.store import Spool, read_payload
 from coordinator.words import waiting_for
 from diloco.codec import CODECS, by_id

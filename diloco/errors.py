@@ -100,7 +100,11 @@ class Expired(Refused):
 
 
 class Overload(Refused):
-    """A budget is spent; try again later."""
+    """A budget is spent; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0, **ids: object) -> None:
+        super().__init__(message, **ids)
+        self.retry_after_s = retry_after_s
 
 
 class Malformed(Refused):

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import click
 import psutil
 
 from diloco import cli
@@ -59,10 +60,15 @@ class Ended:
 
 def diloco_here(*args: str) -> Ended:
     """Runs `diloco ARGS` to its end in this process, which is quick: torch is imported once for all tests."""
+    return command_here(cli.cli, *args)
+
+
+def command_here(command: click.Command, *args: str) -> Ended:
+    """Runs one command of `diloco` to its end in this process."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            code = cli.run(cli.cli, list(args)) or 0
+            code = cli.run(command, list(args)) or 0
         except SystemExit as leave:
             code = leave.code
     return Ended(code=code, out=out.getvalue(), err=err.getvalue())

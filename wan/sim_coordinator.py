@@ -20,7 +20,7 @@ from coordinator.facts import Aborted, Carried, Committed, Ended, Entry, Fact, S
 from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import select
 from coordinator.recovery import folded_row, part_row
-from coordinator.run import Outcome
+from coordinator.results import Outcome
 from coordinator.state import State, revive
 from coordinator.store import UPDATES_KEPT
 from diloco.codec import CODECS, by_id

@@ -13,7 +13,7 @@ import xxhash
 from coordinator import facts, recovery
 from coordinator.facts import Phase, Planted
 from coordinator.fold import Outer
-from coordinator.run import Outcome
+from coordinator.results import Outcome
 from diloco.config import RunConfig, load_run
 from diloco.errors import DilocoError
 from diloco.fragments import Fragment, partition
