@@ -149,11 +149,11 @@ async def end(run: Run, server: grpc.aio.Server, health: Health, gate: Gate, gra
     """Ends a coordinator in good order. Raises what made the run fail meanwhile."""
     await health.close()
     gate.close()
-    quiet, settled = await asyncio.gather(gate.quiet(grace_s), run.settle(grace_s))
-    if not quiet:
+    await run.hurry()
+    if not await gate.quiet(grace_s):
         log.warning("%d transfers are cut off after %g s; islands go on where they stopped", gate.under_way, grace_s)
     await server.stop(grace=1.0)
-    if not (settled or await run.settle(grace_s)):
+    if not await run.settle(grace_s):
         log.warning("rounds are decided and not folded after %g s; they are when it is started again", grace_s)
     await run.finish()
     if run.failed.done():

@@ -126,12 +126,16 @@ class Run:
         """Whether every round that has been decided is published."""
         return all(now.round == ended for now, ended in zip(self.state.rounds, self.ended, strict=False))
 
-    async def settle(self, within_s: float) -> bool:
-        """Answers all who wait for a round to end, and publishes what is decided; returns whether it did in time."""
+    async def hurry(self) -> None:
+        """From now on nobody waits here for a round to end: those who ask are told that it is open."""
         self._closing = True
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def settle(self, within_s: float) -> bool:
+        """Waits until every round that has been decided is published; returns whether that came about in time."""
         try:
             async with asyncio.timeout(within_s), self.changed:
-                self.changed.notify_all()
                 await self.changed.wait_for(lambda: self.settled or not self.working)
         except TimeoutError:
             return False

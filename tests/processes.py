@@ -170,10 +170,10 @@ class Hand:
         (folder / "text.txt").write_text("To be, or not to be, that is the question.\n" * 2000)
         (folder / "island.toml").write_text(HAND_ISLAND.format(folder=folder))
 
-    def coordinator(self, listen: str = "127.0.0.1:0") -> Process:
+    def coordinator(self, listen: str = "127.0.0.1:0", *options: str) -> Process:
         """Starts the coordinator and waits until it listens."""
         command = ["coordinator", f"{self.folder}/run.toml", "--state", f"{self.folder}/state", "--listen", listen]
-        process = self._stack.enter_context(background(*command, log=self.folder / "coordinator.log"))
+        process = self._stack.enter_context(background(*command, *options, log=self.folder / "coordinator.log"))
         address = self.folder / "state" / "address"
         wait_until(lambda: address.exists() or not process.running, "the coordinator listens")
         assert process.running, process.output
