@@ -132,7 +132,7 @@ async def listen_on(
 
     server = grpc.aio.server(options=OPTIONS)
     health = health or Health(run, time.monotonic)
-    health.serve(server)
+    await health.serve(server)
     server.add_generic_rpc_handlers((Service(run, health, gate or Gate()).handler(),))
     try:
         port = server.add_insecure_port(listen)

@@ -101,13 +101,20 @@ class Health:
         self.reasons: list[str] = ["startup: nothing has been checked yet"]
         """Why the coordinator is not ready; empty where it is."""
 
-    def serve(self, server: grpc.aio.Server) -> None:
-        """Adds `grpc.health.v1` to a server."""
+    async def serve(self, server: grpc.aio.Server) -> None:
+        """Adds `grpc.health.v1` to a server, which is not ready before the first look."""
+        await self._servicer.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     def begin(self) -> None:
-        """Looks at the run from now on."""
+        """Looks at the run from now on; a look that fails as nobody foresaw fails the run."""
         self._task = asyncio.create_task(self._work())
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error and not self._run.failed.done():
+            self._run.failed.set_exception(error)
 
     async def close(self) -> None:
         """Says for good that the coordinator is shutting down."""

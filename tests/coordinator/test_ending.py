@@ -126,7 +126,7 @@ def test_methods_of_operators_and_heartbeats_pass_a_closed_gate(at: Rig) -> None
 def test_a_fetch_that_waits_for_a_round_is_answered_when_the_coordinator_ends(at: Rig) -> None:
     a, _ = at.started("a", "b")
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(a.fetch, FRAGMENTS[0])
+        answer = pool.submit(a.fetch, FRAGMENTS[0], wait_s=2 * BOUND_S)
         wait_until(lambda: at.served.ask(lambda _: at.served.gate.under_way), "the fetch has come in", BOUND_S)
         at.served.call(at.run.hurry())
         assert answer.result(BOUND_S)[0].outcome == "open"

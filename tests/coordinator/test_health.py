@@ -160,6 +160,20 @@ def test_rounds_that_were_decided_before_the_start(at: Rig) -> None:
     at.served.call(ward.health.close())
 
 
+def test_a_look_that_fails_as_nobody_foresaw_fails_the_run(ward: Ward) -> None:
+    def broken(folder: Path) -> int:
+        raise ZeroDivisionError
+
+    async def begin() -> BaseException | None:
+        ward.health._probe = broken
+        ward.health.begin()
+        await asyncio.wait({ward.at.run.failed}, timeout=BOUND_S)
+        error, ward.at.run.failed = ward.at.run.failed.exception(), asyncio.get_running_loop().create_future()
+        return error
+
+    assert isinstance(ward.at.served.call(begin()), ZeroDivisionError)
+
+
 # -- over the line --------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +190,11 @@ def request(service: str) -> health_pb2.HealthCheckRequest:
 def test_liveness_and_readiness_are_told_apart(at: Rig, stub: Any) -> None:
     health = at.served.health
     health._probe = disk = Disk()
+    assert stub.Check(request(SERVICE), timeout=BOUND_S).status == NOT_SERVING
+    at.served.call(health.look())
+    assert stub.Check(request(SERVICE), timeout=BOUND_S).status == SERVING
     disk.free = 0
+    at.clock.now += PROBE_S
     at.served.call(health.look())
     assert stub.Check(request(""), timeout=BOUND_S).status == SERVING
     assert stub.Check(request(SERVICE), timeout=BOUND_S).status == NOT_SERVING
@@ -202,7 +220,7 @@ def test_who_watches_hears_of_every_change(at: Rig, stub: Any) -> None:
         disk.free = 0
         look()
 
-    next(watched)  # not known yet
+    assert next(watched).status == NOT_SERVING
     assert then(look) == SERVING
     assert then(fill) == NOT_SERVING
     disk.free = 2**40
