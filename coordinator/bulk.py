@@ -17,7 +17,8 @@ from coordinator.anchors import Pinned
 from coordinator.answers import Context, answers, to_bytes
 from coordinator.fold import Part
 from coordinator.inbox import Stored, select
-from coordinator.run import Outcome, Run, Taken
+from coordinator.results import Outcome, Taken
+from coordinator.run import Run
 from coordinator.upload import RETRY_S, Key, Slot, Stream, Upload
 from coordinator.words import waiting_for
 from diloco.codec import CODECS, Codec, by_id

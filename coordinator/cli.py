@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -20,11 +21,16 @@ from diloco.errors import ConfigError, EnvironmentFault, ExitCode, InputError
 if TYPE_CHECKING:
     import grpc
 
+    from coordinator.gate import Gate
+    from coordinator.health import Health
     from coordinator.ledger import Ledger
     from coordinator.run import Run
     from diloco.config import RunConfig
 
 log = logging.getLogger("diloco.coordinator")
+GRACE_S = 10.0
+LAST_S = 600.0
+"""Longest that a last snapshot may take."""
 
 
 @click.command()
@@ -44,10 +50,25 @@ log = logging.getLogger("diloco.coordinator")
     is_flag=True,
     help="Take a --state on a network file system, though a ledger there can be lost.",
 )
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(0),
+    default=GRACE_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long transfers under way may take to finish when it is to end.",
+)
 def coordinator(
-    run_file: str, state: str, listen: str, overrides: tuple[str, ...], threads: int, network_filesystem: bool
+    run_file: str,
+    state: str,
+    listen: str,
+    overrides: tuple[str, ...],
+    threads: int,
+    network_filesystem: bool,
+    grace_s: float,
 ) -> int:
-    """Run the coordinator of one run, until SIGTERM or Ctrl-C.
+    """Run the coordinator of one run, until SIGTERM, Ctrl-C or `diloco stop`.
 
     The connection is not encrypted: listen on an address that only your islands reach.
     """
@@ -66,44 +87,67 @@ def coordinator(
     filesystem.check(Path(state), allowed=network_filesystem)
     if threads:
         torch.set_num_threads(threads)
-    return asyncio.run(serve(config, Path(state), listen))
+    return asyncio.run(serve(config, Path(state), listen, grace_s))
 
 
-async def serve(config: RunConfig, state: Path, listen: str) -> int:
-    """Serves a run until a signal, then takes a last snapshot. Returns the exit code.
+async def serve(config: RunConfig, state: Path, listen: str, grace_s: float = GRACE_S) -> int:
+    """Serves a run until a signal, or until it was told to stop and all islands have left. Returns the exit code.
+
+    Then nobody new is let in, transfers under way may finish within `grace_s`, decided rounds are folded within as long
+    again, and a last snapshot is taken. A second signal ends the process at once, which is safe: the ledger has
+    everything that was acknowledged, and files get their names only when they are whole.
 
     Raises:
         EnvironmentFault: the address cannot be listened on, or the state folder cannot be used.
         RunMismatch: the state folder belongs to another run.
     """
+    from coordinator.gate import Gate
+    from coordinator.health import Health
     from coordinator.run import Run
     from coordinator.store import Store
 
     store = Store(state)
     try:
         run = Run(config, store, time.monotonic)
-        server, port = await listen_on(run, listen)
+        health, gate = Health(run, time.monotonic), Gate()
+        server, port = await listen_on(run, listen, health, gate)
         run.begin()
+        health.begin()
         address = f"{listen.rpartition(':')[0]}:{port}"
         store.files.write(state / "address", address.encode())
         log.info("run %s: coordinator listens on %s, state in %s", config.run.id, address, state)
-        received = await _until_signal(run)
-        log.info("stopping: %s", received.name)
-        await server.stop(grace=1.0)
-        await run.finish()
-        return ExitCode.OK if received is signal.SIGTERM else ExitCode.INTERRUPTED
+        signals = _signals()
+        received = await _until_over(run, signals)
+        code = ExitCode.INTERRUPTED if received is signal.SIGINT else ExitCode.OK
+        log.info("stopping: %s", received.name if received else "every island has left")
+        ending = asyncio.create_task(end(run, server, health, gate, grace_s))
+        again = asyncio.create_task(signals.get())
+        await asyncio.wait({ending, again}, timeout=2 * grace_s + LAST_S, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            log.warning("stopping at once%s", f": {again.result().name} again" if again.done() else "")
+            logging.shutdown()
+            os._exit(code)
+        again.cancel()
+        await ending
+        return code
     finally:
         store.close()
 
 
-async def listen_on(run: Run, listen: str) -> tuple[grpc.aio.Server, int]:
+async def listen_on(
+    run: Run, listen: str, health: Health | None = None, gate: Gate | None = None
+) -> tuple[grpc.aio.Server, int]:
     """Starts a gRPC server for a run; returns it and its port."""
     import grpc
 
+    from coordinator.gate import Gate
+    from coordinator.health import Health
     from coordinator.service import OPTIONS, Service
 
     server = grpc.aio.server(options=OPTIONS)
-    server.add_generic_rpc_handlers((Service(run).handler(),))
+    health = health or Health(run, time.monotonic)
+    await health.serve(server)
+    server.add_generic_rpc_handlers((Service(run, health, gate or Gate()).handler(),))
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
@@ -115,24 +159,39 @@ async def listen_on(run: Run, listen: str) -> tuple[grpc.aio.Server, int]:
     return server, port
 
 
-async def _until_signal(run: Run) -> signal.Signals:
-    """Waits for SIGTERM or SIGINT, or for the run to fail."""
-    loop = asyncio.get_running_loop()
-    received: asyncio.Future[signal.Signals] = loop.create_future()
+async def end(run: Run, server: grpc.aio.Server, health: Health, gate: Gate, grace_s: float) -> None:
+    """Ends a coordinator in good order. Raises what made the run fail meanwhile."""
+    await health.close()
+    gate.close()
+    await run.hurry()
+    if not await gate.quiet(grace_s):
+        log.warning("%d transfers are cut off after %g s; islands go on where they stopped", gate.under_way, grace_s)
+    await server.stop(grace=1.0)
+    if not await run.settle(grace_s):
+        log.warning("rounds are decided and not folded after %g s; they are when it is started again", grace_s)
+    await run.finish()
+    if run.failed.done():
+        run.failed.result()
 
-    def stop(which: signal.Signals) -> None:
-        if not received.done():
-            received.set_result(which)
 
-    def fail(failed: asyncio.Future[None]) -> None:
-        error = None if failed.cancelled() else failed.exception()
-        if error and not received.done():
-            received.set_exception(error)
-
+def _signals() -> asyncio.Queue[signal.Signals]:
+    """SIGTERM and SIGINT as they come."""
+    loop, received = asyncio.get_running_loop(), asyncio.Queue[signal.Signals]()
     for which in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(which, stop, which)
-    run.failed.add_done_callback(fail)
-    return await received
+        loop.add_signal_handler(which, received.put_nowait, which)
+    return received
+
+
+async def _until_over(run: Run, signals: asyncio.Queue[signal.Signals]) -> signal.Signals | None:
+    """Waits for a signal, and returns it; or for a run that was told to stop to be left, or for the run to fail."""
+    received, stopped = asyncio.create_task(signals.get()), asyncio.create_task(run.stopped.wait())
+    waits: set[asyncio.Future[Any]] = {received, stopped, run.failed}
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in (received, stopped):
+        task.cancel()
+    if run.failed.done():
+        run.failed.result()
+    return received.result() if received.done() and not received.cancelled() else None
 
 
 @click.group()

@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from coordinator.fold import Outer, Part, fold
 from coordinator.inbox import SeedBed, Stored
 from coordinator.keeper import Keeper
 from coordinator.recovery import Recovered, clean, folded_row, layout_row, part_row, recover, run_row
+from coordinator.results import Outcome, Progress, Taken, Totals
 from coordinator.snapshots import Snapshot
 from coordinator.state import revive
 from coordinator.store import UPDATES_KEPT, Store
@@ -32,7 +32,16 @@ from coordinator.words import announce
 from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.digest import show
-from diloco.errors import DigestMismatch, DilocoError, DivergedError, Expired, Malformed, RunMismatch, StaleEpoch
+from diloco.errors import (
+    DigestMismatch,
+    DilocoError,
+    DivergedError,
+    Expired,
+    Malformed,
+    Refused,
+    RunMismatch,
+    StaleEpoch,
+)
 from diloco.fragments import partition
 from diloco.layout import Layout, Piece
 
@@ -42,52 +51,6 @@ DISK_RETRY_S = 1.0
 T = TypeVar("T")
 Row = tuple[str, dict[str, Any]]
 """Kind and body of a row of the ledger."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a round ended ("committed", "skipped" or "aborted"), published once its update is durable."""
-
-    ended: str
-    reason: str
-    version: int
-    digest: int
-    update: Path | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Taken:
-    """What became of one rank's part of a contribution."""
-
-    duplicate: bool = False
-    """It was known already."""
-    dropped: str = ""
-    """Why it is recorded and not folded."""
-    late: str = ""
-    """How it is folded into a later round than its own."""
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """What an island last said of itself."""
-
-    step: int = 0
-    tokens: int = 0
-    tokens_per_second: float = 0.0
-    loss: float = float("nan")
-    outer_loss: float = float("nan")
-    bytes_up: int = 0
-    bytes_down: int = 0
-
-
-@dataclass(kw_only=True)
-class Totals:
-    """Counts since the run began."""
-
-    committed: int = 0
-    skipped: int = 0
-    aborted: int = 0
-    unsaved: int = 0
 
 
 class Run:
@@ -119,6 +82,9 @@ class Run:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.stopped = asyncio.Event()
         """Set once a run that was told to stop has been left by everybody."""
+        self.troubles: dict[str, str] = {}
+        """By what the run was about to do: why its disk does not let it, in words; empty where it does."""
+        self._closing = False
         self._turn = asyncio.Lock()
         self._inbox = found.inbox
         self._seedbed: SeedBed | None = None
@@ -178,8 +144,32 @@ class Run:
                 self.failed.set_exception(error)
             raise
 
+    @property
+    def working(self) -> bool:
+        """Whether the tasks that decide and fold are alive."""
+        return bool(self._tasks) and not any(task.done() for task in self._tasks)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every round that has been decided is published."""
+        return all(now.round == ended for now, ended in zip(self.state.rounds, self.ended, strict=False))
+
+    async def hurry(self) -> None:
+        """From now on nobody waits here for a round to end: those who ask are told that it is open."""
+        self._closing = True
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def settle(self, within_s: float) -> bool:
+        """Waits until every round that has been decided is published; returns whether that came about in time."""
+        try:
+            async with asyncio.timeout(within_s), self.changed:
+                await self.changed.wait_for(lambda: self.settled or not self.working)
+        except TimeoutError:
+            return False
+        return self.settled
+
     async def _tick(self) -> None:
-        trouble = ""
         while True:
             try:
                 await self._in_turn(self._catch_up)
@@ -188,12 +178,16 @@ class Run:
                 self._see_stopped()
                 await self.uploads.prune(self.over)
                 self.anchors.expire()
-                trouble = ""
+                self._waits("decide")
             except OSError as error:
-                if str(error) != trouble:
-                    log.error("nothing can be decided: %s", error)
-                trouble = str(error)
+                self._waits("decide", f"nothing can be decided: {error}")
                 await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
+
+    def _waits(self, what: str, trouble: str = "") -> None:
+        """Keeps why the run waits for its disk, and logs it where it is news."""
+        if trouble and trouble != self.troubles.get(what):
+            log.error("%s", trouble)
+        self.troubles[what] = trouble
 
     async def _catch_up(self) -> None:
         """Enters contributions whose last part is recorded while their acceptance could not be."""
@@ -202,8 +196,7 @@ class Run:
 
     def _see_stopped(self) -> None:
         left = not any(member.present for member in self.state.members.values())
-        published = all(ended == r.round for ended, r in zip(self.ended, self.state.rounds, strict=False))
-        if self.state.stopping and left and published:
+        if self.state.stopping and left and self.settled:
             self.stopped.set()
 
     def _recall(self, found: Recovered) -> None:
@@ -308,14 +301,12 @@ class Run:
 
     async def _until_durable(self, work: Callable[[], Awaitable[None]]) -> None:
         """Does work that changes nothing where the disk fails it, again and again until the disk takes it."""
-        trouble = ""
         while True:
             try:
-                return await work()
+                await work()
+                return self._waits("fold")
             except OSError as error:
-                if str(error) != trouble:
-                    log.error("the run waits for its disk: %s", error)
-                trouble = str(error)
+                self._waits("fold", f"the run waits for its disk: {error}")
                 await asyncio.sleep(DISK_RETRY_S)
 
     async def _fold(self, decision: Committed) -> None:
@@ -347,6 +338,19 @@ class Run:
         self.outcomes[decision.fragment, decision.round] = outcome
         self.ended[decision.fragment] = decision.round + 1
         self.outcomes.pop((decision.fragment, decision.round - UPDATES_KEPT), None)
+
+    async def snapshot(self) -> list[int]:
+        """Takes a snapshot of what is published; returns the fragments' versions in it.
+
+        Raises:
+            Refused: the run has no first parameters yet.
+            OSError: the disk does not take it.
+        """
+        if not self.outers:
+            raise Refused("there is nothing to take a snapshot of: the run has no first parameters yet")
+        outers = tuple(self.outers)
+        await self._to_its_end(self._save(outers, tuple(self.ended)))
+        return [outer.version for outer in outers]
 
     def _snapshot(self, outers: Sequence[Outer], ended: Sequence[int]) -> Snapshot:
         assert self.layout is not None
@@ -636,10 +640,10 @@ class Run:
             raise Expired(f"the update of round {round_} is no longer kept: fetch anchors", fragment=fragment)
         try:
             async with asyncio.timeout(wait_s), self.changed:
-                await self.changed.wait_for(known)
+                await self.changed.wait_for(lambda: known() or self._closing)
         except TimeoutError:
             return None
-        return self.outcomes[fragment, round_]
+        return self.outcomes.get((fragment, round_))
 
     def anchor(self, fragment: int) -> Outer:
         """The outer state of a fragment as it stands. Its tensors never change, so they may be read at leisure."""

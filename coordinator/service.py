@@ -10,10 +10,12 @@ import grpc
 from coordinator import rounds
 from coordinator.answers import Context, answers, to_bytes
 from coordinator.bulk import Bulk
+from coordinator.desk import Desk, plain
 from coordinator.facts import Standing
+from coordinator.gate import Gate
+from coordinator.health import Health
 from coordinator.run import Run
-from coordinator.state import Member
-from coordinator.words import phase_reason, waiting_for
+from coordinator.views import run_state
 from diloco.errors import LayoutError, Malformed, RunMismatch
 from diloco.framing import CONTROL_LIMIT_BYTES, PROTOCOL, SERVICE
 from diloco.layout import Kind, Layout, TensorSpec
@@ -35,10 +37,10 @@ OPTIONS = [
 
 
 class Service:
-    """The methods of `diloco.v1.Coordinator` over one run."""
+    """The methods of `diloco.v1.Coordinator` over one run; those of operators and of bulk have their own rooms."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, health: Health, gate: Gate) -> None:
+        self._run, self._gate, self._desk = run, gate, Desk(run, health)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """All methods, for `grpc.aio.Server.add_generic_rpc_handlers`."""
@@ -46,7 +48,8 @@ class Service:
             "Join": (self.join, pb.JoinRequest),
             "Heartbeat": (self.heartbeat, pb.HeartbeatRequest),
             "Leave": (self.leave, pb.LeaveRequest),
-            "Status": (self.status, pb.StatusRequest),
+            "Decline": (self.decline, pb.DeclineRequest),
+            **self._desk.methods(),
         }
         methods: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(
@@ -54,7 +57,8 @@ class Service:
             )
             for name, (method, kind) in control.items()
         }
-        return grpc.method_handlers_generic_handler(SERVICE, {**methods, **Bulk(self._run).methods()})
+        methods |= Bulk(self._run).methods()
+        return grpc.method_handlers_generic_handler(SERVICE, self._gate.guard(methods))
 
     # -- control --------------------------------------------------------------------------------------------------
 
@@ -79,7 +83,7 @@ class Service:
             run_id=self._run.config.run.id,
             epoch=epoch,
             config_toml=to_toml(self._run.config),
-            state=self._state(),
+            state=run_state(self._run, request.island_id),
         )
 
     @answers
@@ -87,7 +91,7 @@ class Service:
         """Renews a lease."""
         await self._beat(request)
         member = self._run.state.members[request.island_id]
-        return self._state(newcomer=member.standing is Standing.JOINING)
+        return run_state(self._run, member.id, newcomer=member.standing is Standing.JOINING)
 
     async def _beat(self, request: pb.HeartbeatRequest) -> None:
         self._run.lease(request.run_id, request.island_id, request.epoch)
@@ -106,66 +110,24 @@ class Service:
         return pb.LeaveReply()
 
     @answers
-    async def status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
-        """Everything an operator sees."""
-        run = self._run
-        return pb.StatusReply(
-            run_id=run.config.run.id,
-            state=self._state(),
-            islands=[self._island(member) for member in sorted(run.state.members.values(), key=lambda m: m.id)],
-            rounds_committed=run.totals.committed,
-            rounds_skipped=run.totals.skipped,
-            steps=run.config.run.steps,
-            layout_digest=run.layout.digest if run.layout else "",
-            parameters=run.layout.numel if run.layout else 0,
-            config_toml=to_toml(run.config),
+    async def decline(self, request: pb.DeclineRequest, context: Context) -> pb.Receipt:
+        """Takes the news that an island contributes nothing to a round."""
+        run, island, fragment = self._run, request.island_id, request.fragment
+        run.lease(request.run_id, island, request.epoch)
+        if fragment >= len(run.state.rounds):
+            raise Malformed(f"there is no fragment {fragment} with rounds; the run has {len(run.state.rounds)}")
+        late = rounds.lateness(run.state, fragment, request.round)
+        if late:
+            return pb.Receipt(dropped=late)
+        if rounds.counted(run.state, fragment, request.round, island) is not None:
+            return pb.Receipt(dropped=f"{island} has already contributed to round {request.round}")
+        known = run.state.rounds[fragment].refused.get(island, "")
+        reason = known or plain(request.reason) or "it gave no reason"
+        event = rounds.Spoiled(
+            fragment=fragment, round=request.round, island=island, epoch=request.epoch, reason=reason
         )
-
-    def _state(self, newcomer: bool = False) -> pb.RunState:
-        run, now = self._run, self._run.clock()
-        fragments = []
-        for f in range(len(run.fragments)):
-            moving = f < len(run.state.rounds)
-            seeded = f < len(run.outers)
-            fragments.append(
-                pb.FragmentState(
-                    fragment=f,
-                    version=run.outers[f].version if seeded else 0,
-                    round=run.ended[f] if seeded else 0,
-                    digest=run.outers[f].digest & (2**64 - 1) if seeded else 0,
-                    seeded=seeded,
-                    waiting_for=waiting_for(run.state, f, now) if moving else "",
-                )
-            )
-        return pb.RunState(
-            phase=run.state.phase,
-            reason=phase_reason(run.state),
-            fragments=fragments,
-            seeder=run.state.seeder,
-            step=run.step if newcomer else 0,
-        )
-
-    def _island(self, member: Member) -> pb.IslandStatus:
-        progress = self._run.progress[member.id]
-        return pb.IslandStatus(
-            id=member.id,
-            state=member.standing,
-            epoch=member.epoch,
-            ranks=member.ranks,
-            progress=pb.HeartbeatRequest(
-                step=progress.step,
-                tokens=progress.tokens,
-                tokens_per_second=progress.tokens_per_second,
-                loss=progress.loss,
-                outer_loss=progress.outer_loss,
-                bytes_up=progress.bytes_up,
-                bytes_down=progress.bytes_down,
-                ready=member.ready,
-            ),
-            contributions=member.contributions,
-            dropped=member.dropped,
-            reason=member.reason,
-        )
+        await run.take(event)
+        return pb.Receipt(duplicate=bool(known), dropped=reason)
 
 
 def _spec(message: pb.TensorSpec) -> TensorSpec:

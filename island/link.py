@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import grpc
 import xxhash
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 from torch import Tensor
 
 from diloco.errors import (
@@ -31,6 +32,8 @@ from island.sockets import SocketCounter, Traffic
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 CONTROL_TIMEOUT_S = 20.0
+COMMAND_TIMEOUT_S = 600.0
+"""A command may take a snapshot."""
 IDLE_S = 120.0
 """A bulk stream that moves no byte for so long is dead. One that does may take as long as it needs."""
 AGAIN: tuple[type[DilocoError], ...] = (Unreachable, Overload)
@@ -106,9 +109,30 @@ class Link:
         """How the run stands."""
         return self._retried(lambda: self._call("Status", pb.StatusRequest(), pb.StatusReply))
 
-    def _call(self, name: str, request: Message, kind: type[M], timeout_s: float = CONTROL_TIMEOUT_S) -> M:
+    def explain(self, request: pb.ExplainRequest) -> pb.ExplainReply:
+        """Why the run is as it is."""
+        return self._retried(lambda: self._call("Explain", request, pb.ExplainReply))
+
+    def command(self, request: pb.CommandRequest) -> pb.CommandReply:
+        """Changes how the run goes on."""
+        return self._retried(lambda: self._call("Command", request, pb.CommandReply, COMMAND_TIMEOUT_S))
+
+    def health(self, service: str) -> health_pb2.HealthCheckResponse:
+        """The health of the coordinator ("") or of one of its services."""
+        request, kind = health_pb2.HealthCheckRequest(service=service), health_pb2.HealthCheckResponse
+        return self._retried(lambda: self._call("Check", request, kind, service="grpc.health.v1.Health"))
+
+    def _call(
+        self,
+        name: str,
+        request: Message,
+        kind: type[M],
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        *,
+        service: str = SERVICE,
+    ) -> M:
         method = self._control.unary_unary(
-            f"/{SERVICE}/{name}",
+            f"/{service}/{name}",
             request_serializer=type(request).SerializeToString,
             response_deserializer=kind.FromString,
         )

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import click
 import psutil
 
 from diloco import cli
@@ -59,10 +60,15 @@ class Ended:
 
 def diloco_here(*args: str) -> Ended:
     """Runs `diloco ARGS` to its end in this process, which is quick: torch is imported once for all tests."""
+    return command_here(cli.cli, *args)
+
+
+def command_here(command: click.Command, *args: str) -> Ended:
+    """Runs one command of `diloco` to its end in this process."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            code = cli.run(cli.cli, list(args)) or 0
+            code = cli.run(command, list(args)) or 0
         except SystemExit as leave:
             code = leave.code
     return Ended(code=code, out=out.getvalue(), err=err.getvalue())
@@ -164,10 +170,10 @@ class Hand:
         (folder / "text.txt").write_text("To be, or not to be, that is the question.\n" * 2000)
         (folder / "island.toml").write_text(HAND_ISLAND.format(folder=folder))
 
-    def coordinator(self, listen: str = "127.0.0.1:0") -> Process:
+    def coordinator(self, listen: str = "127.0.0.1:0", *options: str) -> Process:
         """Starts the coordinator and waits until it listens."""
         command = ["coordinator", f"{self.folder}/run.toml", "--state", f"{self.folder}/state", "--listen", listen]
-        process = self._stack.enter_context(background(*command, log=self.folder / "coordinator.log"))
+        process = self._stack.enter_context(background(*command, *options, log=self.folder / "coordinator.log"))
         address = self.folder / "state" / "address"
         wait_until(lambda: address.exists() or not process.running, "the coordinator listens")
         assert process.running, process.output

@@ -23,6 +23,8 @@ from coordinator.cli import listen_on
 from coordinator.facts import Accepted, Entry, Fact, Phase, Planted
 from coordinator.files import Files
 from coordinator.fold import Part
+from coordinator.gate import Gate
+from coordinator.health import Health
 from coordinator.rounds import Beat, Contributed, Event, Joined, Leaving, Seeded, Spoiled, Tick
 from coordinator.run import Run
 from coordinator.state import begin
@@ -214,6 +216,8 @@ class Serving:
 
     address: str
     run: Run
+    health: Health
+    gate: Gate
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the coordinator's loop."""
@@ -246,13 +250,14 @@ def serving(
     store = Store(folder, files)
     try:
 
-        async def begin() -> tuple[Run, Any, int]:
+        async def begin() -> tuple[Run, Health, Gate, Any, int]:
             run = Run(config, store, clock)
-            server, port = await listen_on(run, listen)
+            health, gate = Health(run, clock), Gate()
+            server, port = await listen_on(run, listen, health, gate)
             run.begin()
-            return run, server, port
+            return run, health, gate, server, port
 
-        run, server, port = _on_loop(begin())
+        run, health, gate, server, port = _on_loop(begin())
 
         async def end() -> None:
             await server.stop(grace=None)
@@ -264,7 +269,7 @@ def serving(
                 run.failed.result()
 
         try:
-            yield Serving(address=f"{listen.rpartition(':')[0]}:{port}", run=run)
+            yield Serving(address=f"{listen.rpartition(':')[0]}:{port}", run=run, health=health, gate=gate)
         finally:
             _on_loop(end())
     finally:

@@ -167,7 +167,7 @@ def test_who_was_refused_is_no_part_of_the_run(story: Story) -> None:
 
 
 def test_the_status_for_people_says_the_same(story: Story) -> None:
-    assert story.shown.startswith(f"run by-hand is done; {story.done['rounds']} rounds committed\n")
+    assert story.shown.startswith(f"run by-hand is done; {story.done['rounds']} rounds committed; participation ")
     for i in story.done["islands"]:
         assert re.search(rf"^ *{i['id']} +LEFT +{i['epoch']} +1 +{STEPS}/{STEPS} ", story.shown, re.MULTILINE)
     for f in story.done["fragments"]:

@@ -49,6 +49,7 @@ def test_a_command_can_be_typed(line: str) -> None:
 def test_there_are_commands_to_check() -> None:
     names = {line.split()[1] for line in commands()}
     assert {"demo", "coordinator", "island", "status", "config", "export", "eval", "generate"} <= names
+    assert {"explain", "health", "pause", "resume", "drain", "kick", "snapshot", "stop"} <= names
 
 
 def test_settings_files_are_correct() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from coordinator import recovery
 from coordinator.facts import Entry
 from coordinator.fold import Outer, fold
-from coordinator.run import Outcome
+from coordinator.results import Outcome
 from coordinator.store import UPDATES_KEPT
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig

@@ -20,7 +20,7 @@ from coordinator.facts import Aborted, Carried, Committed, Ended, Entry, Fact, S
 from coordinator.fold import Outer, fold
 from coordinator.inbox import SeedBed
 from coordinator.recovery import folded_row
-from coordinator.run import Outcome
+from coordinator.results import Outcome
 from coordinator.state import State, revive
 from coordinator.store import UPDATES_KEPT
 from diloco.codec import CODECS, by_id

@@ -12,7 +12,7 @@ import xxhash
 from coordinator import rounds
 from coordinator.facts import Phase
 from coordinator.fold import Outer
-from coordinator.run import Outcome
+from coordinator.results import Outcome
 from diloco.config import RunConfig, load_run
 from diloco.errors import DilocoError
 from diloco.fragments import partition

@@ -1,0 +1,194 @@
+"""What operators do to a run: explain, health, pause, resume, drain, kick, snapshot, stop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from diloco.errors import DeadlineExceeded, ExitCode, Refused, Unreachable
+
+if TYPE_CHECKING:
+    from diloco.v1 import coordinator_pb2 as pb
+    from island.link import Link
+
+LOOK_S = 0.5
+"""Seconds between two looks at a run that is to stop."""
+NOT_READY = "The coordinator is not ready: "
+
+_ADDRESS = click.argument("address", metavar="HOST:PORT")
+_TIMEOUT = click.option(
+    "--timeout", "timeout_s", default=5.0, show_default=True, help="Seconds to look for the coordinator."
+)
+_REASON = click.option("--reason", default="", metavar="TEXT", help="Why; it is logged, and islands are told.")
+_YES = click.option("--yes", is_flag=True, help="Do not ask.")
+
+
+@contextmanager
+def linked(address: str, timeout_s: float) -> Iterator[Link]:
+    """A connection for one command; it says on stderr when it has to wait.
+
+    Args:
+        address: HOST:PORT.
+        timeout_s: how long to look for the coordinator.
+    """
+    from island.link import Link
+
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    link = Link(address, patience_s=timeout_s, say=lambda line: click.echo(line, err=True))
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+# -- looking --------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@_ADDRESS
+@click.option("--fragment", type=click.IntRange(0), metavar="N", help="Only this fragment and its round.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@_TIMEOUT
+def explain(address: str, fragment: int | None, as_json: bool, timeout_s: float) -> None:
+    """Say in words why a run is as it is: what its rounds wait for, for whom, and until when."""
+    with linked(address, timeout_s) as link:
+        lines = _explained(link, fragment)
+    click.echo(json.dumps({"lines": lines}, indent=2) if as_json else "\n".join(lines))
+
+
+def _explained(link: Link, fragment: int | None = None) -> list[str]:
+    from diloco.v1 import coordinator_pb2 as pb
+
+    return list(link.explain(pb.ExplainRequest(fragment=fragment or 0, all=fragment is None)).lines)
+
+
+@click.command()
+@_ADDRESS
+@click.option("--live", is_flag=True, help="Only whether the process lives, not whether it is ready.")
+@_TIMEOUT
+def health(address: str, live: bool, timeout_s: float) -> int:
+    """Ask whether a coordinator is ready, and say why not: for probes. Ends with 0 if it is, else with another code."""
+    from diloco.framing import SERVICE
+
+    with linked(address, timeout_s) as link:
+        reply = link.health("" if live else SERVICE)
+        if reply.status == reply.SERVING:
+            click.echo("alive" if live else "ready")
+            return ExitCode.OK
+        reasons = [line for line in _explained(link) if line.startswith(NOT_READY)]
+    click.echo("\n".join(reasons) or f"{NOT_READY}{reply.ServingStatus.Name(reply.status)}.")
+    return ExitCode.REFUSED
+
+
+# -- doing ----------------------------------------------------------------------------------------------------------
+
+
+def _command(link: Link, verb: str, island: str = "", reason: str = "") -> None:
+    from diloco.v1 import coordinator_pb2 as pb
+
+    click.echo(link.command(pb.CommandRequest(verb=verb, island_id=island, reason=reason)).message)
+
+
+def _confirm(question: str, yes: bool) -> None:
+    """Asks before something that cannot be taken back."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError(f"{question} There is no terminal to ask on: say --yes")
+    if not click.confirm(question):
+        raise Refused("nothing was done")
+
+
+@click.command()
+@_ADDRESS
+@_REASON
+@_TIMEOUT
+def pause(address: str, reason: str, timeout_s: float) -> None:
+    """Hold a run: islands stop at their next step, and no round ends by a deadline."""
+    with linked(address, timeout_s) as link:
+        _command(link, "pause", reason=reason)
+
+
+@click.command()
+@_ADDRESS
+@_REASON
+@_TIMEOUT
+def resume(address: str, reason: str, timeout_s: float) -> None:
+    """Let a paused run go on."""
+    with linked(address, timeout_s) as link:
+        _command(link, "resume", reason=reason)
+
+
+@click.command()
+@_ADDRESS
+@click.argument("island", required=False)
+@click.option("--all", "everybody", is_flag=True, help="All islands.")
+@_REASON
+@_TIMEOUT
+def drain(address: str, island: str | None, everybody: bool, reason: str, timeout_s: float) -> None:
+    """Ask an island to leave in good order: it finishes what is in flight, and no round waits for it."""
+    if bool(island) == everybody:
+        raise click.UsageError("name an island, or say --all")
+    with linked(address, timeout_s) as link:
+        _command(link, "drain", island or "*", reason)
+
+
+@click.command()
+@_ADDRESS
+@click.argument("island")
+@_REASON
+@_YES
+@_TIMEOUT
+def kick(address: str, island: str, reason: str, yes: bool, timeout_s: float) -> None:
+    """End an island's lease now. What it has not sent is lost; `drain` is the gentle way."""
+    _confirm(f"End the lease of island {island}, and lose what it has not sent?", yes)
+    with linked(address, timeout_s) as link:
+        _command(link, "kick", island, reason)
+
+
+@click.command()
+@_ADDRESS
+@_TIMEOUT
+def snapshot(address: str, timeout_s: float) -> None:
+    """Take a snapshot now."""
+    with linked(address, timeout_s) as link:
+        _command(link, "snapshot")
+
+
+@click.command()
+@_ADDRESS
+@_REASON
+@_YES
+@click.option("--wait", is_flag=True, help="Wait until the coordinator has ended.")
+@click.option("--within", "within_s", default=3600.0, show_default=True, help="Seconds to wait at most.")
+@_TIMEOUT
+def stop(address: str, reason: str, yes: bool, wait: bool, within_s: float, timeout_s: float) -> None:
+    """End a run in good order: all islands leave, decided rounds are folded, a last snapshot is taken."""
+    _confirm("Ask all islands to leave, and end the coordinator?", yes)
+    with linked(address, timeout_s) as link:
+        _command(link, "stop", reason=reason)
+        if wait:
+            _until_gone(link.status, time.monotonic() + within_s)
+
+
+def _until_gone(look: Callable[[], pb.StatusReply], deadline: float) -> None:
+    """Waits until nobody answers any more; says whom the run waits for. Raises `DeadlineExceeded` past the deadline."""
+    told: Any = None
+    while time.monotonic() < deadline:
+        try:
+            reason = look().state.reason
+        except Unreachable:
+            click.echo("the coordinator has ended")
+            return
+        if reason != told:
+            click.echo(f"the run is {reason}")
+        told = reason
+        time.sleep(LOOK_S)
+    raise DeadlineExceeded(f"the coordinator still runs: {told}")
