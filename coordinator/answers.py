@@ -17,6 +17,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+DISK_RETRY_S = 1.0
+"""What whoever needs the disk is told to wait while it fails."""
 REASON_LIMIT = 600
 """Longest reason that travels, in characters: gRPC bounds a call's metadata to 8 KiB, and one character may take 12."""
 
@@ -42,8 +44,9 @@ def answers(
         except DilocoError as error:
             await abort(cast(Context, args[-1]), error)
         except OSError as error:
-            log.exception("%s failed", method.__name__)
-            await abort(cast(Context, args[-1]), DilocoError(f"the coordinator cannot store this: {error}"))
+            log.error("%s: the disk fails: %s", method.__name__, error)
+            refusal = Overload(f"the coordinator cannot store this: {error}", retry_after_s=DISK_RETRY_S)
+            await abort(cast(Context, args[-1]), refusal)
         raise AssertionError("abort raises")
 
     return wrapped

@@ -17,6 +17,7 @@ from coordinator.anchors import Pinned
 from coordinator.answers import Context, answers, to_bytes
 from coordinator.fold import Part
 from coordinator.inbox import Stored, select
+from coordinator.intake import Place
 from coordinator.results import Outcome, Taken
 from coordinator.run import Run
 from coordinator.upload import RETRY_S, Key, Slot, Stream, Upload
@@ -48,6 +49,11 @@ class _Push(NamedTuple):
         round_ = 0 if header.seed else header.round
         slot = Slot(header.fragment, round_, header.island_id, header.rank, header.seed)
         return Key(slot, header.digest)
+
+    @property
+    def place(self) -> Place:
+        header = self.header
+        return Place(header.island_id, header.epoch, header.rank, header.fragment, header.round)
 
 
 class Bulk:
@@ -95,7 +101,7 @@ class Bulk:
             begun = run.uploads.find(push.key, header.total_bytes)
             run.admission.room(
                 0 if begun else header.total_bytes,
-                kept_bytes=run.kept_bytes + run.uploads.reserved_bytes,
+                kept_bytes=run.store.kept_bytes + run.uploads.reserved_bytes,
                 coming_bytes=run.uploads.coming_bytes,
                 free_bytes=self._free_bytes(),
             )
@@ -127,7 +133,7 @@ class Bulk:
             now = time.monotonic()
             if moved and not header.seed and now - told >= PROGRESS_S:
                 told = now
-                await run.progressed(header.island_id, header.fragment, header.round)
+                await run.intake.progressed(push.place)
                 receipt = await self._settled(push)
                 if receipt:
                     await run.uploads.drop(upload)
@@ -138,28 +144,27 @@ class Bulk:
         receipt = await self._received(push, upload)
         if not header.seed or run.state.seeded:
             await run.uploads.drop(upload)
-            await run.uploads.prune(run.over)
+            await run.uploads.prune(run.intake.over)
         return receipt
 
     async def _received(self, push: _Push, upload: Upload) -> pb.Receipt:
         """Takes a part whose bytes are all here."""
         run, header, pieces, codec = self._run, push.header, push.pieces, push.codec
-        key, digest = (header.island_id, header.epoch), header.digest
+        place, digest = push.place, header.digest
         part = Part(pieces=pieces, codec=codec, payload=run.store.files.map(upload.path))
         if header.seed:
-            return pb.Receipt(duplicate=await run.seed(*key, header.rank, header.fragment, part, digest))
-        dropped = await run.check(*key, header.fragment, header.round, part)
+            known = await run.intake.seed(*place[:4], part, digest)
+            return pb.Receipt(duplicate=known)
+        dropped = await run.intake.check(place, part)
         if dropped:
             return pb.Receipt(dropped=dropped)
-        name = f"f{header.fragment}-r{header.round}-{header.island_id}-e{header.epoch}-{header.rank}-{digest}"
+        name = f"f{place.fragment}-r{place.round}-{place.island}-e{place.epoch}-{place.rank}-{digest}"
 
         def keep() -> Stored:
             path = upload.publish(run.store.inbox_path(name))
             return Stored(pieces=pieces, codec=codec, path=path, digest=digest, files=run.store.files)
 
-        return _receipt(
-            await run.contribute((*key, header.rank, header.fragment, header.round), keep, header.tokens, header.steps)
-        )
+        return _receipt(await run.intake.contribute(place, keep, header.tokens, header.steps))
 
     def _announced(self, header: pb.PushHeader) -> _Push:
         """Checks a header, so that no more is received than can be meant."""
@@ -183,16 +188,11 @@ class Bulk:
         Raises:
             Conflict, Malformed, StaleEpoch: it must not be sent.
         """
-        run, header = self._run, push.header
-        key = (header.island_id, header.epoch, header.rank, header.fragment)
+        intake, header = self._run.intake, push.header
         if header.seed:
-            return pb.Receipt(duplicate=True) if run.seed_known(*key, header.digest) else None
-        if run.expected(header.island_id, header.fragment, header.round, header.base_version):
-            return _receipt(await run.late(*key, header.round, header.tokens))
-        dropped = run.unwanted(header.island_id, header.epoch, header.fragment, header.round)
-        if dropped:
-            return pb.Receipt(dropped=dropped)
-        return pb.Receipt(duplicate=True) if run.has(*key, header.round, header.digest, push.pieces) else None
+            return pb.Receipt(duplicate=True) if intake.seed_known(*push.place[:4], header.digest) else None
+        taken = await intake.settled(push.place, header.base_version, header.digest, push.pieces)
+        return _receipt(taken) if taken else None
 
     def _pieces(self, messages: Iterable[pb.Piece], fragment: int) -> list[Piece]:
         """The pieces of a request, which are boxes of the fragment's tensors and no more than it is."""

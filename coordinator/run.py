@@ -15,35 +15,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from coordinator import facts, rounds
 from coordinator.admission import Admission
 from coordinator.anchors import Anchors
 from coordinator.facts import Aborted, Committed, Ended, Skipped
-from coordinator.fold import Outer, Part, fold
-from coordinator.inbox import SeedBed, Stored
+from coordinator.fold import Outer, fold
+from coordinator.intake import Intake
 from coordinator.keeper import Keeper
-from coordinator.recovery import Recovered, clean, folded_row, layout_row, part_row, recover, run_row
-from coordinator.results import Outcome, Progress, Taken, Totals
+from coordinator.recovery import Recovered, clean, folded_row, layout_row, recover, run_row
+from coordinator.results import Outcome, Progress, Totals
 from coordinator.snapshots import Snapshot
 from coordinator.state import revive
 from coordinator.store import UPDATES_KEPT, Store
-from coordinator.upload import Slot, Uploads
+from coordinator.upload import Uploads
 from coordinator.words import announce
 from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.digest import show
 from diloco.errors import (
     DigestMismatch,
-    DilocoError,
-    DivergedError,
     Expired,
     Malformed,
     Refused,
     RunMismatch,
-    StaleEpoch,
 )
 from diloco.fragments import partition
-from diloco.layout import Layout, Piece
+from diloco.layout import Layout
 
 log = logging.getLogger("diloco.coordinator")
 DISK_RETRY_S = 1.0
@@ -86,8 +85,8 @@ class Run:
         """By what the run was about to do: why its disk does not let it, in words; empty where it does."""
         self._closing = False
         self._turn = asyncio.Lock()
-        self._inbox = found.inbox
-        self._seedbed: SeedBed | None = None
+        self.inbox = found.inbox
+        self.intake = Intake(self)
         self._ends: asyncio.Queue[Ended] = asyncio.Queue()
         for end in found.pending:
             self._ends.put_nowait(end)
@@ -172,11 +171,11 @@ class Run:
     async def _tick(self) -> None:
         while True:
             try:
-                await self._in_turn(self._catch_up)
+                await self.in_turn(self.intake.catch_up)
                 await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
                 await self.take(rounds.Tick())
                 self._see_stopped()
-                await self.uploads.prune(self.over)
+                await self.uploads.prune(self.intake.over)
                 self.anchors.expire()
                 self._waits("decide")
             except OSError as error:
@@ -188,11 +187,6 @@ class Run:
         if trouble and trouble != self.troubles.get(what):
             log.error("%s", trouble)
         self.troubles[what] = trouble
-
-    async def _catch_up(self) -> None:
-        """Enters contributions whose last part is recorded while their acceptance could not be."""
-        for fragment in range(len(self.state.rounds)):
-            await self._accept_whole(fragment)
 
     def _see_stopped(self) -> None:
         left = not any(member.present for member in self.state.members.values())
@@ -221,18 +215,18 @@ class Run:
             StaleEpoch, Malformed: as `rounds.step` does; nothing has changed.
             OSError: the facts could not be made durable; nothing has changed.
         """
-        await self._in_turn(lambda: self._take(event))
+        await self.in_turn(lambda: self.take_in_turn(event))
 
-    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def in_turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Does work alone, and to its end also where the caller goes away: what is durable must be known here too."""
 
         async def alone() -> T:
             async with self._turn:
                 return await work()
 
-        return await self._to_its_end(alone())
+        return await self.to_its_end(alone())
 
-    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+    async def to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Goes on with work also where the caller goes away, as when a client hangs up."""
         task = asyncio.ensure_future(work)
         self._under_way.add(task)
@@ -244,14 +238,17 @@ class Run:
         if not task.cancelled() and task.exception():
             log.debug("a request ended with %r", task.exception())  # its caller is told, if it is still there
 
-    async def _take(
+    async def take_in_turn(
         self, event: rounds.Event, with_row: Row | None = None, then: Callable[[], None] | None = None
     ) -> None:
-        """Takes an event; `with_row` becomes durable in one with its facts, and `then` is done before they act."""
+        """As `take`, for work that has the turn.
+
+        `with_row` becomes durable in one with the event's facts, and `then` is done before they act.
+        """
         state, found = rounds.step(self.state, event, self.clock())
         rows = [*([with_row] if with_row else []), *(facts.encode(fact) for fact in found)]
         if rows:
-            await self._record(rows)
+            await self.record(rows)
         if then:
             then()
         self.state = state
@@ -261,7 +258,7 @@ class Run:
             async with self.changed:
                 self.changed.notify_all()
 
-    async def _record(self, rows: list[Row]) -> None:
+    async def record(self, rows: list[Row]) -> None:
         """Makes rows of the ledger durable."""
         await asyncio.get_running_loop().run_in_executor(self._scribe, self.store.record, rows)
 
@@ -276,10 +273,10 @@ class Run:
                 self._ends.put_nowait(fact)
             case Skipped() | Aborted():
                 keep_partial = bool(self.config.rounds.late_window)
-                self._inbox.close(fact.fragment, fact.round, keep_partial=keep_partial)
+                self.inbox.close(fact.fragment, fact.round, keep_partial=keep_partial)
                 self._ends.put_nowait(fact)
             case facts.Carried():
-                self._inbox.carry(fact.fragment, fact.round, fact.entry.island, fact.into)
+                self.inbox.carry(fact.fragment, fact.round, fact.entry.island, fact.into)
 
     async def _end_rounds(self) -> None:
         """Publishes the outcomes of ended rounds in the order they were decided."""
@@ -311,7 +308,7 @@ class Run:
 
     async def _fold(self, decision: Committed) -> None:
         fragment, outer = self.fragments[decision.fragment], self.outers[decision.fragment]
-        inbox, key = self._inbox, (decision.fragment, decision.round)
+        inbox, key = self.inbox, (decision.fragment, decision.round)
 
         def work() -> tuple[Outer, Path]:
             parts = {island: [stored.part() for stored in inbox.parts(*key, island)] for island in decision.shares}
@@ -328,7 +325,7 @@ class Run:
                 version=new.version,
             )
         if not known:
-            await self._record([folded_row(*key, new)])
+            await self.record([folded_row(*key, new)])
         self.outers[decision.fragment] = new
         self.totals.committed += 1
         self.totals.unsaved += 1
@@ -349,7 +346,7 @@ class Run:
         if not self.outers:
             raise Refused("there is nothing to take a snapshot of: the run has no first parameters yet")
         outers = tuple(self.outers)
-        await self._to_its_end(self._save(outers, tuple(self.ended)))
+        await self.to_its_end(self._save(outers, tuple(self.ended)))
         return [outer.version for outer in outers]
 
     def _snapshot(self, outers: Sequence[Outer], ended: Sequence[int]) -> Snapshot:
@@ -372,7 +369,7 @@ class Run:
         self.totals.unsaved = self.totals.committed - snapshot.commits
         late = self.config.rounds.late_window
         for fragment, needed in enumerate(needed_from):
-            self._inbox.forget(fragment, before=needed - late)
+            self.inbox.forget(fragment, before=needed - late)
             self._sweep(fragment, before=needed - late)
 
     def _sweep(self, fragment: int, before: int) -> None:
@@ -381,7 +378,7 @@ class Run:
         They are parts that were refused because the disk failed: it may have kept their row in the ledger all the same.
         """
         for path in self.store.root.glob(f"inbox/f{fragment}-r*"):
-            if int(path.name.split("-")[1][1:]) < before and not self._inbox.holds(path):
+            if int(path.name.split("-")[1][1:]) < before and not self.inbox.holds(path):
                 with contextlib.suppress(OSError):  # it goes another time
                     self.store.files.unlink(path)
 
@@ -401,7 +398,7 @@ class Run:
                 f"this coordinator serves run '{self.config.run.id}' (model layout {mine}), and the island means to "
                 f"join run '{run_id}' (model layout {layout.digest[:16]}): check the address or island.run_id"
             )
-        return await self._in_turn(lambda: self._join(island, ranks, layout))
+        return await self.in_turn(lambda: self._join(island, ranks, layout))
 
     async def _join(self, island: str, ranks: int, layout: Layout) -> int:
         self.admission.lease(island, [member.id for member in self.state.members.values() if member.present])
@@ -416,7 +413,7 @@ class Run:
         def then() -> None:
             self.fragments, self.layout, self.progress[island] = fragments, layout, Progress()
 
-        await self._take(rounds.Joined(island=island, ranks=ranks), layout_row(layout) if first else None, then)
+        await self.take_in_turn(rounds.Joined(island=island, ranks=ranks), layout_row(layout) if first else None, then)
         if first:
             log.info("model layout %s from island %s: %d elements", layout.digest[:16], island, layout.numel)
         return self.state.members[island].epoch
@@ -432,199 +429,24 @@ class Run:
         """The furthest inner step that an active island has reported."""
         return max((self.progress[m.id].step for m in self.state.members.values() if m.awaited), default=0)
 
-    # -- contributions ----------------------------------------------------------------------------------------------
-
-    async def seed(self, island: str, epoch: int, rank: int, fragment: int, part: Part, digest: str) -> bool:
-        """Takes one rank's part of the first parameters; returns whether it was known already."""
-        if self.seed_known(island, epoch, rank, fragment, digest):
-            return True
-        bed = self._seedbed
-        if bed is None or bed.epoch != epoch:
-            bed = self._seedbed = SeedBed(epoch, self.fragments)
-        duplicate = await self.in_worker(lambda: bed.add(fragment, rank, part, digest))
-        if bed is self._seedbed and bed.anchors:
-            await self._in_turn(partial(self._plant, bed))
-        return duplicate
-
-    def seed_known(self, island: str, epoch: int, rank: int, fragment: int, digest: str) -> bool:
-        """Whether a rank's part of the first parameters has come already.
+    async def plant(self, anchors: Sequence[Tensor]) -> None:
+        """Makes the first parameters (fp32, one flat tensor per fragment) durable, then shows them.
 
         Raises:
-            StaleEpoch, Malformed: first parameters are not to come from this island, or not any more.
-            Conflict: it came with other bytes.
-        """
-        rounds.member_of(self.state, island, epoch)
-        bed = self._seedbed
-        known = bool(bed and bed.epoch == epoch and bed.known(fragment, rank, digest))
-        if self.state.seeded:
-            if known:
-                return True
-            raise StaleEpoch("the run has its first parameters already: fetch them")
-        if self.state.seeder != island:
-            raise Malformed(f"first parameters are to come from {self.state.seeder}, not from {island}")
-        return known and not (bed and bed.anchors)  # where all have come and could not be stored, the last comes again
-
-    async def _plant(self, bed: SeedBed) -> None:
-        """Makes the first parameters durable, then shows them; where the disk fails, the last part is sent again."""
-        if self.state.seeded:
-            return  # another request of the same part was first
-        pairs = list(zip(self.fragments, bed.anchors, strict=True))
-        ended = [0] * len(pairs)
-        outers = await self.in_worker(lambda: [Outer.first(fragment, anchor) for fragment, anchor in pairs])
-        await self._save(outers, ended)
-        await self._take(rounds.Seeded())
-        self.outers, self.ended = outers, ended
-        bed.clear()
-
-    def expected(self, island: str, fragment: int, round_: int, base_version: int) -> str:
-        """Checks the key of a contribution: "" where it is taken, else why it would be dropped.
-
-        Raises:
-            Malformed: a round that cannot be open, or a base version that it never had.
-        """
-        late = rounds.lateness(self.state, fragment, round_)
-        version = rounds.base_version(self.state, fragment, round_)
-        if version is not None and base_version != version:
-            raise Malformed(
-                f"the contribution is based on version {base_version} of fragment {fragment}, "
-                f"and round {round_} continues from version {version}"
-            )
-        return rounds.reception(self.state, fragment, round_, island) if late else ""
-
-    def knows(self, island: str, epoch: int, rank: int, fragment: int, round_: int) -> bool:
-        """Whether a rank's part of a contribution to an ended round has come before."""
-        counted = rounds.counted(self.state, fragment, round_, island)
-        return counted == epoch or self._inbox.knows(fragment, round_, island, epoch, rank)
-
-    async def contribute(
-        self, key: tuple[str, int, int, int, int], keep: Callable[[], Stored], tokens: int, steps: int
-    ) -> Taken:
-        """Takes one rank's part of a contribution; its file goes unless the round keeps it.
-
-        Args:
-            key: island, epoch, rank, fragment, round.
-            keep: makes the part durable; called in the worker thread.
-            tokens, steps: trained by the island since it adopted the fragment's anchor.
+            OSError: the disk does not take them; nothing has changed.
         """
 
-        async def work() -> Taken:
-            stored = await self.in_worker(keep)
-            try:
-                taken = await self._in_turn(lambda: self._contribute(*key, stored, tokens, steps))
-            except DilocoError:
-                self._discard(stored)
-                raise
-            self._discard(stored)  # not where the disk failed: the row may be there all the same, and need its file
-            return taken
+        async def work() -> None:
+            if self.state.seeded:
+                return  # another request of the same part was first
+            pairs = list(zip(self.fragments, anchors, strict=True))
+            ended = [0] * len(pairs)
+            outers = await self.in_worker(lambda: [Outer.first(fragment, anchor) for fragment, anchor in pairs])
+            await self._save(outers, ended)
+            await self.take_in_turn(rounds.Seeded())
+            self.outers, self.ended = outers, ended
 
-        return await self._to_its_end(work())
-
-    def _discard(self, stored: Stored) -> None:
-        if not self._inbox.holds(stored.path):
-            stored.discard()
-
-    def has(
-        self, island: str, epoch: int, rank: int, fragment: int, round_: int, digest: str, pieces: Sequence[Piece]
-    ) -> bool:
-        """Whether a rank's part has come under this epoch. Raises `Conflict` where it came with other bytes."""
-        return self._inbox.has(fragment, round_, island, epoch, rank, digest, pieces)
-
-    def unwanted(self, island: str, epoch: int, fragment: int, round_: int) -> str:
-        """Why an island's parts cannot count in an open round, or ""."""
-        current = self.state.rounds[fragment]
-        entry = current.entries.get(island)
-        if current.round == round_ and entry and entry.epoch != epoch:
-            return f"{island} has already contributed to round {round_} under another epoch"
-        return current.refused.get(island, "") if current.round == round_ else ""
-
-    def over(self, slot: Slot) -> bool:
-        """Whether nothing that is sent to a slot can count any more."""
-        if slot.seed:
-            return self.state.seeded or self.state.seeder != slot.island
-        try:
-            return slot.fragment >= len(self.state.rounds) or bool(
-                rounds.lateness(self.state, slot.fragment, slot.round)
-                and rounds.reception(self.state, slot.fragment, slot.round, slot.island)
-            )
-        except Malformed:
-            return True
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of contributions and updates that are kept."""
-        return self.store.kept_bytes
-
-    async def _contribute(
-        self, island: str, epoch: int, rank: int, fragment: int, round_: int, stored: Stored, tokens: int, steps: int
-    ) -> Taken:
-        rounds.member_of(self.state, island, epoch)
-        if rounds.lateness(self.state, fragment, round_):
-            reason = rounds.reception(self.state, fragment, round_, island)
-            if reason:
-                return await self._late(island, epoch, rank, fragment, round_, tokens)
-        refused = self.state.rounds[fragment].refused
-        if island in refused and round_ == self.state.rounds[fragment].round:
-            return Taken(dropped=refused[island])
-        accepted = rounds.counted(self.state, fragment, round_, island) is not None
-        inbound = self._inbox.inbound(self.fragments[fragment], round_, island, epoch, accepted=accepted)
-        if inbound is None:
-            return Taken(dropped=f"{island} has already contributed to round {round_} under another epoch")
-        if inbound.check(rank, stored):
-            return Taken(duplicate=True, late=self._carried(island, fragment, round_))
-
-        def then() -> None:
-            inbound.add(rank, stored)
-            inbound.tokens, inbound.steps = tokens, steps
-
-        row = part_row(island, epoch, rank, fragment, round_, stored, tokens, steps)
-        if inbound.coverage.completed_by(stored.pieces):
-            await self._take(_contributed(fragment, round_, island, epoch, tokens, steps), row, then)
-        else:
-            await self._record([row])
-            then()
-        return Taken(late=self._carried(island, fragment, round_))
-
-    async def late(self, island: str, epoch: int, rank: int, fragment: int, round_: int, tokens: int) -> Taken:
-        """Takes the news of a contribution that comes too late to be used, without its bytes."""
-        return await self._in_turn(lambda: self._late(island, epoch, rank, fragment, round_, tokens))
-
-    async def _late(self, island: str, epoch: int, rank: int, fragment: int, round_: int, tokens: int) -> Taken:
-        if self.knows(island, epoch, rank, fragment, round_):
-            return Taken(duplicate=True)  # the receipt was lost on its way
-        reason = rounds.reception(self.state, fragment, round_, island)
-        await self._take(_contributed(fragment, round_, island, epoch, tokens, 0))
-        return Taken(dropped=reason)
-
-    def _carried(self, island: str, fragment: int, round_: int) -> str:
-        into = self.state.rounds[fragment]
-        late = into.carried.get(f"{island}@{round_}")
-        return f"folded into round {into.round} with its weight times {late.factor:g}" if late else ""
-
-    async def _accept_whole(self, fragment: int) -> None:
-        """Enters complete contributions that do not count yet, into their round or, late, into the open one."""
-        for round_, island, inbound in list(self._inbox.whole(fragment)):
-            member, current = self.state.members[island], self.state.rounds[fragment]
-            held = member.present and member.epoch == inbound.epoch
-            known = rounds.counted(self.state, fragment, round_, island) is not None
-            if not held or known or (round_ == current.round and island in current.refused):
-                continue
-            await self._take(_contributed(fragment, round_, island, inbound.epoch, inbound.tokens, inbound.steps))
-            if rounds.counted(self.state, fragment, round_, island) is None:
-                self._inbox.drop(fragment, round_, island)
-
-    async def progressed(self, island: str, fragment: int, round_: int) -> None:
-        """Bytes of an island's contribution have come."""
-        await self.take(rounds.Progressed(fragment=fragment, round=round_, island=island))
-
-    async def check(self, island: str, epoch: int, fragment: int, round_: int, part: Part) -> str:
-        """Looks at a part's values; returns why its contribution cannot be used, or ""."""
-        try:
-            await self.in_worker(part.check_finite)
-        except DivergedError as error:
-            event = rounds.Spoiled(fragment=fragment, round=round_, island=island, epoch=epoch, reason=error.message)
-            await self.take(event)
-            return error.message
-        return ""
+        await self.in_turn(work)
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
@@ -650,8 +472,3 @@ class Run:
         if not 0 <= fragment < len(self.outers):
             raise Malformed(f"fragment {fragment} has no anchor: the run has {len(self.outers)} seeded fragments")
         return self.outers[fragment]
-
-
-def _contributed(fragment: int, round_: int, island: str, epoch: int, tokens: int, steps: int) -> rounds.Contributed:
-    entry = facts.Entry(island=island, epoch=epoch, tokens=tokens, steps=steps)
-    return rounds.Contributed(fragment=fragment, round=round_, entry=entry)

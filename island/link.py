@@ -17,6 +17,7 @@ from torch import Tensor
 
 from diloco.errors import (
     BY_NAME,
+    CodecError,
     ConfigError,
     DeadlineExceeded,
     DilocoError,
@@ -38,9 +39,11 @@ IDLE_S = 120.0
 """A bulk stream that moves no byte for so long is dead. One that does may take as long as it needs."""
 AGAIN: tuple[type[DilocoError], ...] = (Unreachable, Overload)
 """What is worth another try. All else says that the same request would fail again."""
-PUSH_AGAIN = (*AGAIN, DeadlineExceeded, Expired)
-"""A push that stalled, or that began beyond what the coordinator has kept, asks where to go on."""
-FETCH_AGAIN = (*AGAIN, DeadlineExceeded)
+PUSH_AGAIN = (*AGAIN, DeadlineExceeded, Expired, CodecError)
+"""A push that stalled, was damaged, or began beyond what the coordinator has kept, asks where to go on."""
+FETCH_AGAIN = (*AGAIN, DeadlineExceeded, CodecError)
+DAMAGED_TRIES = 3
+"""A payload that is damaged so often is not damaged by the line."""
 
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
@@ -282,11 +285,14 @@ class Link:
     ) -> T:
         """Tries again with growing, jittered pauses, within the link's patience since the last progress."""
         pace = pace or _Pace()
-        since, pause, told = pace.since, 0.2, 0.0
+        since, pause, told, damaged = pace.since, 0.2, 0.0, 0
         while True:
             try:
                 return attempt()
             except again as error:
+                damaged += isinstance(error, CodecError)
+                if damaged >= DAMAGED_TRIES:
+                    raise
                 if pace.since != since:
                     since, pause = pace.since, 0.2
                 asked_s = error.retry_after_s if isinstance(error, Overload) else 0.0

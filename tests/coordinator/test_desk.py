@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.desk import LONGEST_REASON, plain
-from coordinator.store import load_snapshot
+from coordinator.snapshots import load_snapshot
 from diloco.errors import Dismissed, Malformed, Refused, StaleEpoch
 from diloco.v1 import coordinator_pb2 as pb
 from tests.support import Rig, Visitor, draw

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from coordinator.gate import Gate
-from coordinator.store import load_snapshot
+from coordinator.snapshots import load_snapshot
 from diloco.errors import ExitCode, Overload
 from diloco.fragments import Fragment, partition
 from diloco.framing import SERVICE, chunks

@@ -421,8 +421,8 @@ def test_a_disk_that_takes_no_row_refuses_what_needs_one_and_changes_nothing(
     for visitor in (a, b):
         visitor.push(OTHER, draw(OTHER, 3))
     assert a.fetch(OTHER)[0].outcome == "committed"
-    at.served.call(at.run._in_turn(lambda: at.run._save(at.run.outers, at.run.ended)))
-    at.served.call(at.run._in_turn(lambda: at.run._save(at.run.outers, at.run.ended)))
+    at.served.call(at.run.in_turn(lambda: at.run._save(at.run.outers, at.run.ended)))
+    at.served.call(at.run.in_turn(lambda: at.run._save(at.run.outers, at.run.ended)))
     assert not at.inbox()
     assert not at.run.failed.done()
 
