@@ -13,6 +13,7 @@
     └── Refused                  the other side said no, and nothing was changed by the request
         ├── RunMismatch          another run or another model layout
         ├── StaleEpoch           a newer lease of the same island exists, or the lease ran out
+        ├── Dismissed            the operator has ended this island's lease
         ├── Conflict             the same key with other content
         ├── Expired              what is asked for is no longer kept
         ├── Overload             a budget is spent; try again later
@@ -86,6 +87,10 @@ class StaleEpoch(Refused):
     """A newer lease of the same island exists, or the lease ran out."""
 
 
+class Dismissed(Refused):
+    """The operator has ended this island's lease."""
+
+
 class Conflict(Refused):
     """The same key with other content."""
 
@@ -138,6 +143,7 @@ TABLE: dict[type[DilocoError], Row] = {
     Refused: Row("FAILED_PRECONDITION", ExitCode.REFUSED),
     RunMismatch: Row("FAILED_PRECONDITION", ExitCode.REFUSED),
     StaleEpoch: Row("FAILED_PRECONDITION", ExitCode.AGAIN),
+    Dismissed: Row("FAILED_PRECONDITION", ExitCode.REFUSED),
     Conflict: Row("ALREADY_EXISTS", ExitCode.REFUSED),
     Expired: Row("NOT_FOUND", ExitCode.REFUSED),
     Overload: Row("RESOURCE_EXHAUSTED", ExitCode.REFUSED),
