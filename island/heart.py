@@ -49,6 +49,8 @@ class Heart:
         """What the coordinator last asked of the island, and why."""
         self.ready = False
         """Whether the anchors are loaded."""
+        self.rounds: tuple[int, ...] = ()
+        """Rounds of each fragment whose end the island knows of."""
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._thread.start()
 
@@ -90,11 +92,11 @@ class Heart:
 
         Raises:
             Unreachable, DeadlineExceeded: nobody answered.
-            StaleEpoch, Dismissed, RunMismatch: the lease has ended.
+            StaleEpoch, Dismissed, RunMismatch: the lease has ended, or the coordinator knows less than the island.
         """
         if self._fatal:
             raise self._fatal
-        begun = self._clock()
+        begun, known = self._clock(), self.rounds
         try:
             state = self._link.heartbeat(self._message(), self._timeout_s)
         except (Unreachable, DeadlineExceeded):
@@ -108,6 +110,9 @@ class Heart:
             raise
         self._silent_since = None
         self.directive_reason, self.directive = state.directive_reason, state.directive
+        if any(f.round < known[f.fragment] for f in state.fragments[: len(known)]):
+            self._fatal = StaleEpoch("the coordinator is back at an earlier state of the run")
+            raise self._fatal
         return state
 
     def end(self) -> None:

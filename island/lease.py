@@ -19,6 +19,7 @@ from island.link import Link
 log = logging.getLogger("diloco.island")
 POLL_S = 0.1
 KNOCK_S = 1.0
+LOOK_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,16 @@ class Lease:
                 log.info("waiting: %s", reason)
                 told = reason
             time.sleep(POLL_S)
+
+    def look(self) -> bytes:
+        """Beats as rank 0 until somebody answers, for `LOOK_S`; raises what has ended the lease."""
+        deadline = time.monotonic() + LOOK_S
+        while time.monotonic() < deadline:
+            try:
+                return self._poll()
+            except (Unreachable, DeadlineExceeded):
+                time.sleep(POLL_S)
+        return b""
 
     def _poll(self) -> bytes:
         assert self.heart is not None

@@ -36,6 +36,7 @@ from diloco.errors import (
     DilocoError,
     DivergedError,
     Expired,
+    Malformed,
     RunMismatch,
     StaleEpoch,
 )
@@ -335,12 +336,14 @@ class Session:
         row = [
             loss is None or math.isfinite(loss),
             task is None or task.done(),
-            error is not None,
+            0 if error is None else 2 if isinstance(error, Malformed) else 1,
             heart is not None and heart.silent,
             DIRECTIVES.index(heart.directive) if heart and heart.directive in DIRECTIVES else 0,
         ]
         rows = self._group.numbers(row)
         if any(row[2] for row in rows):
+            if all(row[2] != 1 for row in rows):
+                self._group.from_first(self._lease.look)  # a coordinator at an earlier state knows no such round
             self._group.raise_first(error)
         directive = DIRECTIVES[rows[0][4]]
         self.courier.held = directive == "pause"
@@ -353,7 +356,7 @@ class Session:
 
     def _failure(self) -> DilocoError | None:
         """What has failed a flight of this rank for good."""
-        errors = (flight.exception() for flight in self._flights.values() if flight.done())
+        errors = [flight.exception() for flight in self._flights.values() if flight.done()]
         return next((e for e in errors if isinstance(e, DilocoError) and not isinstance(e, Expired)), None)
 
     def _together(self, work: Callable[[], T]) -> T:
@@ -449,6 +452,8 @@ class Session:
                 self._say("pausing at step %d until round %d of fragment %d has ended", self.at_step, key[1], key[0])
                 told = True
         self._adopt(key)
+        if self.heart:
+            self.heart.rounds = tuple(p.round for p in self.replica.position)
 
     def _at_bound(self) -> bool:
         """Whether the island may not train on without a coordinator."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,16 @@ from coordinator.store import UPDATES_KEPT
 from diloco.codec import Codec
 from diloco.config import RunConfig
 from diloco.digest import show
-from diloco.errors import DigestMismatch, Dismissed, DivergedError, ExitCode, StaleEpoch, Unreachable, exit_code
+from diloco.errors import (
+    DigestMismatch,
+    Dismissed,
+    DivergedError,
+    ExitCode,
+    RunMismatch,
+    StaleEpoch,
+    Unreachable,
+    exit_code,
+)
 from diloco.layout import Layout, TensorSpec
 from diloco.replica import Held, Replica
 from diloco.v1 import coordinator_pb2 as pb
@@ -58,7 +68,7 @@ class Site:
     """An island of one rank in this process, and coordinators that come and go at one address."""
 
     def __init__(self, settings: RunConfig, folder: Path, stack: ExitStack) -> None:
-        self._settings, self._folder, self._stack = settings, folder, stack
+        self.settings, self.folder, self._stack = settings, folder / "state", stack
         self._listen = f"127.0.0.1:{free_port()}"
         self._life = ExitStack()
         stack.callback(lambda: self._life.close())
@@ -73,7 +83,7 @@ class Site:
     def start(self) -> None:
         """Starts a coordinator on what an earlier one has left."""
         self.host: Serving = self._life.enter_context(
-            serving(self._settings, self._folder, listen=self._listen, clock=self.clock, killed=True)
+            serving(self.settings, self.folder, listen=self._listen, clock=self.clock, killed=True)
         )
 
     def kill(self) -> None:
@@ -294,6 +304,37 @@ def test_a_lease_that_is_lost_again_and_again_ends_the_island(
         it.train(1)
     assert site.rejoins == REJOINS
     assert site.epoch == 1 + REJOINS
+
+
+@pytest.mark.parametrize("lost", ["some of it", "all of it", "all of it, and other settings"])
+def test_a_coordinator_that_has_lost_what_it_knew_is_joined_again(
+    lost: str, begin: Callable[[RunConfig], Site], tmp_path: Path
+) -> None:
+    it = begin(config(2, max_steps_without_coordinator=0))
+    site = it.join()
+    it.train(2)
+    it.kill()
+    shutil.copytree(it.folder, tmp_path / "backup")
+    it.start()
+    it.train(4)
+    it.check(3)
+    it.kill()
+    it.folder = tmp_path / ("backup" if lost == "some of it" else "empty")
+    if lost.endswith("settings"):
+        it.settings = config(4)
+    it.start()
+    before = site.digests()
+    if lost.endswith("settings"):
+        wait_until(lambda: site.heart and site.heart.fatal, "the heart has heard of it")
+        with pytest.raises(RunMismatch, match="has other settings"):
+            it.train(2)
+        return
+    it.train(2)
+    assert site.rejoins == 1
+    it.check(1 if lost == "some of it" else 0)
+    assert (site.digests() == before) is (lost == "all of it"), "an empty one begins with what the island has"
+    it.train(2)
+    assert it.host.ask(lambda run: run.outers[0].version) == (2 if lost == "some of it" else 1)
 
 
 def test_an_update_of_a_lost_epoch_moves_no_anchor(begin: Callable[[RunConfig], Site]) -> None:
