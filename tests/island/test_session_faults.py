@@ -268,6 +268,22 @@ def test_a_lost_lease_is_taken_again_and_only_what_was_missed_is_fetched(
     assert it.sent[-1] == (2 + missed, 10, 1), "what was trained before is in no contribution"
 
 
+def test_an_update_that_has_moved_the_anchors_already_is_not_fetched_again(
+    begin: Callable[[RunConfig], Site], fetched: list[str | int]
+) -> None:
+    it = begin(config(4, overlap_steps=2))
+    site = it.join()
+    it.train(2)
+    wait_until(lambda: site._flights[0, 0].done(), "the update is here, and not applied")
+    it.expire()
+    it.commit(it.visitor("quick"), 1)
+    wait_until(lambda: site.heart and site.heart.fatal, "the heart has heard of it")
+    fetched.clear()
+    it.train(1)
+    assert fetched == [1]
+    it.check(2)
+
+
 def test_a_lease_lost_in_a_wait_for_a_round_is_taken_again(begin: Callable[[RunConfig], Site]) -> None:
     it = begin(config(1, islands=2))
     slow = it.visitor("slow")
