@@ -97,6 +97,9 @@ class Replica:
         pieces = sorted(held, key=lambda h: (h.piece.tensor, h.box.offset))
         self._held = [[h for h in pieces if h.piece.tensor in f.place] for f in fragments]
         self.position = [Position(0, 0) for _ in fragments]
+        self.taken: list[int | None] = [None] * len(fragments)
+        """Rounds whose outcome this rank's owned anchors hold: ahead of `position` while an update is on its way into
+        training. None where the anchors are no version of the run's."""
 
     def held(self, fragment: int) -> list[Held]:
         """All pieces of a fragment on this rank, in the order of tensors and offsets."""
@@ -127,6 +130,11 @@ class Replica:
                 copy.copy_(held.local, non_blocking=True)
         training.wait_stream(side)
         return Staged(copies=copies, copied=side.record_event())
+
+    def finite(self, fragment: int) -> bool:
+        """Whether all local parameters of the owned pieces are finite. Waits once for the device."""
+        checks = [torch.isfinite(h.local).all() for h in self.owned(fragment)]
+        return not checks or bool(torch.stack(checks).all())
 
     def contribution_size(self, fragment: int) -> int:
         """Bytes that this rank sends for one contribution."""

@@ -11,6 +11,9 @@ from pydantic import Field, model_validator
 from diloco.config import NonNegative, Positive, Seconds
 from diloco.settings import Resolved, Settings, parse, resolve
 
+PROGRESS = "progress"
+"""File beside the settings of ranks; it says to the daemon that updates were applied."""
+
 
 class IslandSection(Settings):
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -21,10 +24,14 @@ class IslandSection(Settings):
     """The run this island means to join; empty takes whatever the coordinator serves."""
     connect_timeout_s: Seconds = 300.0
     """How long to look for a coordinator that does not answer before giving up."""
+    reconnect_timeout_s: Seconds = 86_400.0
+    """How long a coordinator that has answered before may be silent. Until then the island trains on, or pauses where
+    it may not go further, and tries again; then it gives up."""
     log_dir: str = ""
     """Folder of one log per rank; empty: a temporary one."""
     max_restarts: NonNegative = 3
-    """Times the ranks are started again after one of them failed."""
+    """Times the ranks are started again after one of them failed, without a round completed in between. Each time the
+    island rests longer before it."""
 
 
 class MeshConfig(Settings):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 
 import torch
 
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
-from diloco.errors import DeadlineExceeded
+from diloco.errors import DeadlineExceeded, Dismissed, Expired, Refused, StaleEpoch
 from diloco.framing import piece_to_proto
 from diloco.replica import Held, Replica, Staged
 from diloco.v1 import coordinator_pb2 as pb
@@ -23,7 +22,7 @@ WAIT_S = 20.0
 
 
 class Courier:
-    """One rank's bulk traffic.
+    """One rank's bulk traffic under one epoch.
 
     Args:
         link: the connection.
@@ -37,6 +36,16 @@ class Courier:
         self._identity = identity
         self.anchors = threading.RLock()
         """Held while anchors are read or moved."""
+        self.accepted = 0
+        """Parts of contributions that counted."""
+        self.held = False
+        """Whether the run stands still on purpose, so that rounds may take as long as they like."""
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """The epoch is over: what is in flight moves no anchor any more."""
+        with self.anchors:
+            self._abandoned = True
 
     def seed(self, fragment: int) -> None:
         """Sends the first parameters of the owned pieces (fp32)."""
@@ -79,36 +88,80 @@ class Courier:
         header.round, header.base_version, header.tokens, header.steps = round_, base_version, tokens, steps
         header.total_bytes = self._replica.contribution_size(fragment)
         with self.anchors:
+            self._check()
             payloads = list(self._replica.encode(fragment, staged))
         receipt = self._link.push(header, lambda: iter(payloads), self._config.wire.chunk_bytes)
         if receipt.dropped:
             log.warning("contribution to fragment %d round %d: %s", fragment, round_, receipt.dropped)
+        else:
+            with self.anchors:
+                self.accepted += 1
+
+    def sit_out(self, fragment: int, round_: int, reason: str) -> pb.FetchHeader:
+        """Says, as rank 0, that the island contributes nothing to a round; then as `fetch_update`."""
+        if self._replica.rank == 0:
+            identity = self._identity
+            request = pb.DeclineRequest(
+                run_id=identity.run_id,
+                island_id=identity.island_id,
+                epoch=identity.epoch,
+                fragment=fragment,
+                round=round_,
+                reason=reason,
+            )
+            try:
+                self._link.decline(request)
+            except (StaleEpoch, Dismissed):
+                raise
+            except Refused as error:  # the round has ended without this island, or will by its deadline
+                log.warning("declining fragment %d round %d: %s", fragment, round_, error.message)
+        return self.fetch_update(fragment, round_)
 
     def fetch_update(self, fragment: int, round_: int) -> pb.FetchHeader:
         """Waits for a round to end and moves the anchors of the owned pieces by its update.
 
         Raises:
-            DeadlineExceeded: the round has not ended although its deadline has passed.
+            DeadlineExceeded: the round has not ended although its deadline has passed. Only time that the coordinator
+                has let pass counts: while nobody answers, or the run is held, no deadline runs.
         """
         owned = self._replica.owned(fragment)
         request = self._request(fragment, owned)
         request.round = round_
         rounds = self._config.rounds
         bound = rounds.deadline_s + 2 * rounds.lease_s + WAIT_S
-        deadline = time.monotonic() + bound
+        waited = 0.0
         while True:
             request.wait_s = WAIT_S
             header, payload = self._link.fetch(request, self._replica.update_size(owned))
             if header.outcome != "open":
                 break
-            if time.monotonic() > deadline:
+            waited += 0.0 if self.held else WAIT_S
+            if waited > bound:
                 raise DeadlineExceeded(
                     f"round {round_} of fragment {fragment} has not ended within {bound:.0f} s: {header.reason}",
                     fragment=fragment,
                 )
-        if header.outcome == "committed":
-            with self.anchors:
+        with self.anchors:
+            self._check()
+            if header.outcome == "committed":
                 self._replica.decode(owned, payload)
+            self._replica.taken[fragment] = round_ + 1
+        return header
+
+    def catch_up(self, fragment: int, round_: int) -> pb.FetchHeader | None:
+        """Moves the anchors of the owned pieces by the updates of ended rounds, until `round_` is the next.
+
+        Returns:
+            The header of the last update, or None where there was none to fetch.
+
+        Raises:
+            Expired: an update is no longer kept, or the anchors are no version of the run's, or a later one.
+        """
+        taken, header = self._replica.taken[fragment], None
+        if taken is None or taken > round_:
+            raise Expired(f"the anchor of fragment {fragment} is not one of the run's last: fetch anchors")
+        for missed in range(taken, round_):
+            header = self.fetch_update(fragment, missed)
         return header
 
     def fetch_anchor(self, fragment: int) -> pb.FetchHeader:
@@ -118,8 +171,14 @@ class Courier:
         request.anchor = True
         header, payload = self._link.fetch(request, sum(codec.size(h.box.numel) for h in owned))
         with self.anchors:
+            self._check()
             self._replica.load(owned, payload, by_id(header.codec_id, header.codec_version))
+            self._replica.taken[fragment] = header.round
         return header
+
+    def _check(self) -> None:
+        if self._abandoned:
+            raise StaleEpoch(f"epoch {self._identity.epoch} of island '{self._identity.island_id}' is over")
 
     def _header(self, fragment: int, held: Sequence[Held], codec_id: int, codec_version: int) -> pb.PushHeader:
         return pb.PushHeader(

@@ -65,6 +65,16 @@ class Group:
             raise BY_NAME[name](message)
         return data[1:]
 
+    def raise_first(self, error: DilocoError | None) -> None:
+        """Raises the error of the first rank that has one, on every rank. Collective."""
+        if self.alone:
+            if error:
+                raise error
+            return
+        for row in self.gather([type(error).__name__, error.message] if error else None):
+            if row:
+                raise BY_NAME[row[0]](row[1]) from error
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, by rank. Collective."""
         return [json.loads(self.broadcast(json.dumps(value).encode(), rank)) for rank in range(self.size)]

@@ -1,4 +1,4 @@
-"""The island's heartbeat: renews the lease on a thread of its own and carries progress."""
+"""The island's heartbeat: renews the lease on a thread of its own, carries progress, hears directives."""
 
 from __future__ import annotations
 
@@ -8,35 +8,49 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
-from diloco.errors import DilocoError, StaleEpoch
+from diloco.errors import DeadlineExceeded, DilocoError, Dismissed, RunMismatch, StaleEpoch, Unreachable
 from diloco.v1 import coordinator_pb2 as pb
-from island.link import Link
+from island.link import CONTROL_TIMEOUT_S, Link
 
 log = logging.getLogger("diloco.island")
 LEAVE_TIMEOUT_S = 2.0
+LEAST_TIMEOUT_S = 2.0
 RATE_WINDOW_S = 10.0
+SILENT_BEATS = 2
+"""Nobody answers where heartbeats have failed for longer than so many."""
 
 
 class Heart:
-    """Beats on rank 0 until `stop`.
+    """Beats on rank 0 until it is stopped, or the lease has ended.
 
     Args:
         link: the connection; its control channel is used.
         identity: run, island and epoch.
-        every_s: seconds between beats.
+        every_s: a third of the lease. Beats come so often, and at least once a second; one that is not answered within
+            that time (2 to 20 s) has failed.
+        clock: seconds on a monotonic clock.
     """
 
-    def __init__(self, link: Link, identity: pb.HeartbeatRequest, every_s: float) -> None:
-        self._link, self._every_s = link, min(every_s, 1.0)
-        self._beat = identity
-        self._beat.loss = self._beat.outer_loss = math.nan
+    def __init__(
+        self, link: Link, identity: pb.HeartbeatRequest, every_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._link, self._every_s, self._clock = link, min(every_s, 1.0), clock
+        self._timeout_s = min(CONTROL_TIMEOUT_S, max(LEAST_TIMEOUT_S, every_s))
+        self._beat = pb.HeartbeatRequest(loss=math.nan, outer_loss=math.nan)
+        self._beat.MergeFrom(identity)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._fatal: DilocoError | None = None
+        self._silent_since: float | None = None
         self._recent: deque[tuple[float, int]] = deque()
+        self.directive = self.directive_reason = ""
+        """What the coordinator last asked of the island, and why."""
         self.ready = False
         """Whether the anchors are loaded."""
+        self.rounds: tuple[int, ...] = ()
+        """Rounds of each fragment whose end the island knows of."""
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._thread.start()
 
@@ -45,7 +59,7 @@ class Heart:
         with self._lock:
             for name, value in progress.items():
                 setattr(self._beat, name, value)
-            now = time.monotonic()
+            now = self._clock()
             self._recent.append((now, self._beat.tokens))
             while now - self._recent[0][0] > RATE_WINDOW_S and len(self._recent) > 2:
                 self._recent.popleft()
@@ -57,15 +71,53 @@ class Heart:
         """Recent rate."""
         return self._beat.tokens_per_second
 
-    def poll(self) -> pb.RunState:
-        """Beats now; returns how the run stands. Tries again while nobody answers, within the link's patience."""
-        self.check()
-        return self._link.heartbeat(self._message(), patient=True)
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the first beat that nobody has answered began; 0 where the last one was answered."""
+        since = self._silent_since
+        return 0.0 if since is None else self._clock() - since
 
-    def check(self) -> None:
-        """Raises what ended the lease, if it has ended."""
+    @property
+    def silent(self) -> bool:
+        """Whether nobody answers: beats have failed for a while."""
+        return self.silent_s > SILENT_BEATS * self._every_s
+
+    @property
+    def fatal(self) -> DilocoError | None:
+        """What ended the lease, if it has ended."""
+        return self._fatal
+
+    def poll(self) -> pb.RunState:
+        """Beats now; returns how the run stands.
+
+        Raises:
+            Unreachable, DeadlineExceeded: nobody answered.
+            StaleEpoch, Dismissed, RunMismatch: the lease has ended, or the coordinator knows less than the island.
+        """
         if self._fatal:
             raise self._fatal
+        begun, known = self._clock(), self.rounds
+        try:
+            state = self._link.heartbeat(self._message(), self._timeout_s)
+        except (Unreachable, DeadlineExceeded):
+            if self._silent_since is None:
+                self._silent_since = begun
+            raise
+        except DilocoError as error:
+            self._silent_since = None
+            if isinstance(error, StaleEpoch | Dismissed | RunMismatch):
+                self._fatal = error
+            raise
+        self._silent_since = None
+        self.directive_reason, self.directive = state.directive_reason, state.directive
+        if any(f.round < known[f.fragment] for f in state.fragments[: len(known)]):
+            self._fatal = StaleEpoch("the coordinator is back at an earlier state of the run")
+            raise self._fatal
+        return state
+
+    def end(self) -> None:
+        """Stops beating, and says nothing: the lease is over, or another heart takes it over."""
+        self._stopped.set()
 
     def stop(self, reason: str) -> None:
         """Stops beating and leaves the run. A coordinator that does not answer finds out by the lease."""
@@ -93,14 +145,11 @@ class Heart:
 
     def _run(self) -> None:
         reason = ""
-        while not self._stopped.wait(self._every_s):
+        while not self._stopped.wait(self._every_s) and not self._fatal:
             try:
-                self._link.heartbeat(self._message())
+                self.poll()
                 reason = ""
-            except StaleEpoch as error:
-                self._fatal = error
-                return
             except DilocoError as error:
-                if error.message != reason:
+                if error.message != reason and not self._stopped.is_set():
                     log.warning("heartbeat: %s", error.message)
                     reason = error.message

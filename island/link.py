@@ -92,17 +92,25 @@ class Link:
 
     # -- control --------------------------------------------------------------------------------------------------
 
-    def join(self, request: pb.JoinRequest) -> pb.JoinReply:
-        """Enters the run; waits for a coordinator that is not there yet."""
-        return self._retried(lambda: self._call("Join", request, pb.JoinReply))
+    def join(self, request: pb.JoinRequest, *, patient: bool = True) -> pb.JoinReply:
+        """Enters the run; where `patient`, waits for a coordinator that is not there yet."""
 
-    def heartbeat(self, request: pb.HeartbeatRequest, *, patient: bool = False) -> pb.RunState:
-        """Renews the lease. Unless `patient`, raises at once where nobody answers: the next heartbeat is the retry."""
+        def enter() -> pb.JoinReply:
+            return self._call("Join", request, pb.JoinReply)
 
-        def beat() -> pb.RunState:
-            return self._call("Heartbeat", request, pb.RunState)
+        return self._retried(enter) if patient else enter()
 
-        return self._retried(beat) if patient else beat()
+    def heartbeat(self, request: pb.HeartbeatRequest, timeout_s: float = CONTROL_TIMEOUT_S) -> pb.RunState:
+        """Renews the lease. Raises where nobody answers: the next heartbeat is the retry."""
+        return self._call("Heartbeat", request, pb.RunState, timeout_s)
+
+    def decline(self, request: pb.DeclineRequest) -> pb.Receipt:
+        """Says that the island contributes nothing to a round."""
+        return self._retried(lambda: self._call("Decline", request, pb.Receipt))
+
+    def persist(self, patience_s: float) -> None:
+        """Tries again for so long from now on while nobody answers."""
+        self._patience_s = patience_s
 
     def leave(self, request: pb.LeaveRequest, timeout_s: float) -> None:
         """Leaves the run."""

@@ -46,7 +46,7 @@ class Trainer:
         """Takes inner steps until the run's last one. Returns why it ended.
 
         Raises:
-            DivergedError: the loss is not finite.
+            DivergedError: the loss is not finite; with a site, also after it went back to its anchors.
         """
         group, inner, steps = Group(), self.run.inner, self.run.run.steps
         optimizer = build(self.model, inner)
@@ -54,9 +54,10 @@ class Trainer:
         rows = slice(group.rank * share, (group.rank + 1) * share)
         data, every = self.island.data, self.island.metrics.every_steps
         begun, evaluate = time.monotonic(), self.island.eval.every_steps
-        tokens = 0
-        step = self.site.at_step if self.site else 0
-        while step < steps:
+        if self.site:
+            self.site.optimizer = optimizer
+        tokens = step = 0
+        while (step := self.site.at_step if self.site else step) < steps:
             if any(row[0] for row in group.numbers([self.stop()])):
                 return "asked to stop"
             step += 1
@@ -73,20 +74,23 @@ class Trainer:
             optimizer.zero_grad()
             tokens += inputs.numel()
             report = step % every == 0 or step == steps
-            value = self._finite(group.mean(loss.item()), step) if report else math.nan
+            value = group.mean(loss.item()) if report else None
             if self.site:
                 self.site.step(tokens=inputs.numel(), loss=value)
-            if report:
+                if self.site.leaving:
+                    return self.site.leaving
+            if value is not None and self._finite(value, step):
                 rate = tokens * group.size / (time.monotonic() - begun)
                 self._report(step, value, rate, tokens * group.size)
             if evaluate and step % evaluate == 0:
                 self._evaluate(step, tokens * group.size, group)
         return "finished"
 
-    def _finite(self, loss: float, step: int) -> float:
-        if not math.isfinite(loss):
+    def _finite(self, loss: float, step: int) -> bool:
+        """Whether the loss is worth a record. With a site, the site has gone back to its anchors where not."""
+        if not math.isfinite(loss) and not self.site:
             raise DivergedError(f"the training loss is {loss} at inner step {step}: lower inner.lr", step=step)
-        return loss
+        return math.isfinite(loss)
 
     def _report(self, step: int, loss: float, rate: float, tokens: int) -> None:
         traffic = self.site.report() if self.site else (0, 0)
@@ -97,6 +101,8 @@ class Trainer:
             tokens=tokens,
             tokens_per_second=rate,
             rounds=self.site.rounds if self.site else 0,
+            rejoins=self.site.rejoins if self.site else 0,
+            rollbacks=self.site.rollbacks if self.site else 0,
             bytes_up=traffic[0],
             bytes_down=traffic[1],
         )

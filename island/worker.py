@@ -15,7 +15,7 @@ from diloco.config import RunConfig, load_run
 from diloco.errors import DilocoError, ExitCode, exit_code
 from diloco.settings import to_toml
 from island import mesh
-from island.config import IslandConfig, load_island
+from island.config import PROGRESS, IslandConfig, load_island
 from island.data import ByteText, check_vocabulary, corpus
 from island.group import Group
 from island.link import Link
@@ -39,7 +39,7 @@ def main(path: str) -> int:
         format=f"%(asctime)s %(levelname)-7s {config.island.id}/{rank}: %(message)s",
     )
     try:
-        return work(config, departure)
+        return work(config, departure, Path(path).with_name(PROGRESS))
     except DilocoError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)
         return exit_code(error)
@@ -69,8 +69,8 @@ class Departure:
             signal.alarm(STEP_EDGE_S)
 
 
-def work(config: IslandConfig, departure: Departure) -> int:
-    """Builds the model, joins the run and trains to its end. Returns the exit code."""
+def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
+    """Builds the model, joins the run and trains to its end; touches `progress` at updates. Returns the exit code."""
     island = config.island
     device = mesh.start(config.mesh)
     group = Group()
@@ -87,8 +87,10 @@ def work(config: IslandConfig, departure: Departure) -> int:
             island_id=island.id,
             run_id=island.run_id,
             connect_timeout_s=island.connect_timeout_s,
+            reconnect_timeout_s=island.reconnect_timeout_s,
         ) as site,
     ):
+        site.record, site.progressed = metrics.record, progress.touch
         log.info("run %s, epoch %d, from step %d", site.run_id, site.epoch, site.at_step)
         trainer = Trainer(
             run=run,

@@ -27,6 +27,7 @@ strategy = "strided"
 fragments = 2
 every_steps = 4
 overlap_steps = 1
+max_steps_without_coordinator = 0
 [rounds]
 lease_s = 60.0
 """

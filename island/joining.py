@@ -1,0 +1,79 @@
+"""What an island brings into a run: its tensors, its layout, and the pieces that each of its ranks holds."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from diloco.config import SyncConfig
+from diloco.errors import LayoutError
+from diloco.fragments import partition
+from diloco.framing import PROTOCOL
+from diloco.layout import Box, Kind, Layout, Piece, TensorSpec, box_of, local, named_tensors
+from diloco.replica import Held
+from diloco.v1 import coordinator_pb2 as pb
+from island.group import Group
+
+Tensors = dict[str, tuple[Tensor, Kind]]
+
+
+def inventory(model: nn.Module, group: Group) -> tuple[Tensors, Layout]:
+    """This rank's tensors by name, and the layout of the whole island's model. Collective."""
+    tensors = {name: (tensor, kind) for name, tensor, kind in named_tensors(model)}
+    rows = [[name, list(tensor.shape), kind] for name, (tensor, kind) in tensors.items()]
+    specs: dict[str, TensorSpec] = {}
+    for rank, theirs in enumerate(group.gather(rows)):
+        for name, shape, kind in theirs:
+            spec = TensorSpec(name, tuple(shape), kind)
+            if specs.setdefault(name, spec) != spec:
+                raise LayoutError(f"tensor '{name}' is {specs[name]} on an earlier rank and {spec} on rank {rank}")
+    return tensors, Layout(specs.values())
+
+
+def join_request(layout: Layout, *, island_id: str, run_id: str, ranks: int) -> pb.JoinRequest:
+    """What an island says of itself to enter a run."""
+    return pb.JoinRequest(
+        protocol_min=PROTOCOL,
+        protocol_max=PROTOCOL,
+        run_id=run_id,
+        island_id=island_id,
+        ranks=ranks,
+        tensors=[pb.TensorSpec(name=s.name, shape=s.shape, kind=s.kind) for s in layout.tensors],
+        layout_digest=layout.digest,
+    )
+
+
+def hold(tensors: Tensors, layout: Layout, sync: SyncConfig, group: Group) -> list[Held]:
+    """This rank's pieces, with the ranks that hold the same; forms the subgroups that share a piece. Collective."""
+    boxes = {name: box_of(tensor, name) for name, (tensor, _) in tensors.items()}
+    holders: dict[str, dict[Box, list[int]]] = {}
+    for rank, rows in enumerate(group.gather([[n, b.offset, b.size] for n, b in boxes.items() if b.numel])):
+        for name, offset, size in rows:
+            holders.setdefault(name, {}).setdefault(Box(tuple(offset), tuple(size)), []).append(rank)
+    load = [0] * group.size
+    held = []
+    starts = {
+        tensor: start
+        for fragment in partition(layout, sync)
+        for tensor, start in zip(fragment.tensors, fragment.starts, strict=True)
+    }
+    for number, spec in enumerate(layout.tensors):
+        found = holders.get(spec.name, {})
+        _check_tiles(spec, list(found))
+        for box, ranks in sorted(found.items(), key=lambda item: item[0].offset):
+            first = min(ranks, key=lambda r: (load[r], r))
+            load[first] += box.numel
+            if len(ranks) > 1:
+                group.form(tuple(ranks))
+            if group.rank in ranks:
+                owners = (first, *(r for r in ranks if r != first))
+                piece, tensor = Piece(number, box), local(tensors[spec.name][0])
+                held.append(Held(piece=piece, spec=spec, start=starts[number], local=tensor, owners=owners))
+    return held
+
+
+def _check_tiles(spec: TensorSpec, boxes: list[Box]) -> None:
+    overlap = any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    if overlap or sum(box.numel for box in boxes) != spec.numel:
+        raise LayoutError(
+            f"the ranks' parts of tensor '{spec.name}' {list(spec.shape)} do not make it up exactly: {boxes}"
+        )
