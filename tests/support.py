@@ -379,9 +379,9 @@ class Visitor:
 
 
 @contextmanager
-def visit(address: str, island: str, layout: Layout = MODEL) -> Iterator[Visitor]:
+def visit(address: str, island: str, layout: Layout = MODEL, *, patience_s: float = BOUND_S) -> Iterator[Visitor]:
     """An island's connection to a coordinator; it has yet to join."""
-    link = Link(address, patience_s=BOUND_S, say=lambda _: None)
+    link = Link(address, patience_s=patience_s, say=lambda _: None)
     try:
         yield Visitor(link=link, layout=layout, identity=pb.HeartbeatRequest(island_id=island))
     finally:
@@ -395,13 +395,15 @@ class Rig:
         self, config: RunConfig, folder: Path, stack: ExitStack, *, killed: bool = False, files: Files | None = None
     ) -> None:
         self.clock = Clock(1000.0)
+        self.patience_s = BOUND_S
+        """How long visitors try again what a full or failing coordinator refuses."""
         self._stack = stack
         self.served = stack.enter_context(serving(config, folder, clock=self.clock, killed=killed, files=files))
         self.address, self.run = self.served.address, self.served.run
 
     def visitor(self, island: str, layout: Layout = MODEL) -> Visitor:
         """An island that has yet to join."""
-        return self._stack.enter_context(visit(self.address, island, layout))
+        return self._stack.enter_context(visit(self.address, island, layout, patience_s=self.patience_s))
 
     def island(self, island: str) -> Visitor:
         """An island that has joined."""

@@ -113,6 +113,7 @@ def play(folder: Path, files: Files) -> tuple[Any, ...]:
     """A short run on a disk that fails from when the coordinator serves, killed on the way; how it ends."""
     with ExitStack() as stack:
         at = Rig(CONFIG, folder, stack, killed=True, files=files)
+        at.patience_s = 0.0
         if isinstance(files, Faulty):
             files.armed = True
         visitors = planted(at)

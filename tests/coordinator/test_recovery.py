@@ -128,6 +128,7 @@ class Kills:
     def start(self) -> None:
         self.stack = self._outer.enter_context(ExitStack())
         self.at = Rig(CONFIG, self._folder, self.stack, killed=True)
+        self.at.patience_s = 0.2
         if self.starts:
             self.islands = {name: self.at.known(name, epoch) for name, epoch in self.epochs.items()}
             for visitor in self.islands.values():
@@ -258,6 +259,7 @@ def test_killed_before_it_was_seeded(tmp_path: Path) -> None:
         epoch = halfway(Rig(CONFIG, tmp_path, stack, killed=True)).identity.epoch
     with ExitStack() as stack:
         at = Rig(CONFIG, tmp_path, stack, killed=True)
+        at.patience_s = 0.0
         a = at.known("a", epoch)
         assert a.beat().seeder == "a"
         Cut(at, "planted", after=False, past=0)
@@ -389,6 +391,7 @@ def edit(state: Path, change: str) -> None:
 def test_a_disk_that_takes_no_row_refuses_what_needs_one_and_changes_nothing(
     at: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    at.patience_s = 0.2
     a, b = at.started("a", "b")
     a.push(FRAGMENT, draw(FRAGMENT, 1))
     other = at.visitor("n")

@@ -432,6 +432,7 @@ def test_what_changes_while_a_push_is_made_durable_is_seen(
 
 
 def test_a_full_disk_is_said_to_the_caller_and_the_run_goes_on(at: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    at.patience_s = 0.2
     a, b = at.started("a", "b")
     before = remains(at)
 

@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 import island.link
-from coordinator.run import Run
+from coordinator.intake import Intake, Place
 from coordinator.upload import Upload
 from diloco.config import RunConfig
 from diloco.errors import BY_NAME, Conflict, Expired, Malformed, Overload, Refused, Unreachable
@@ -345,14 +345,14 @@ def test_a_stalled_stream_is_ended_and_goes_on(site: Site) -> None:
 
 
 def test_uploads_tell_the_run_that_they_progress(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[Any, ...]] = []
+    told: list[Place] = []
 
-    async def progressed(run: Run, *what: Any) -> None:
-        told.append(what)
+    async def progressed(intake: Intake, place: Place) -> None:
+        told.append(place)
 
-    monkeypatch.setattr(Run, "progressed", progressed)
+    monkeypatch.setattr(Intake, "progressed", progressed)
     site.a.push(FRAGMENT, VALUES, row(0), rank=0)
-    assert told == [("a", 0, 0)]
+    assert told == [Place("a", site.a.identity.epoch, 0, 0, 0)]
 
 
 # -- down -----------------------------------------------------------------------------------------------------------

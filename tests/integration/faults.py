@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from coordinator.store import write_atomic
+from coordinator.files import REAL
 from island.session import Session, join
 from tests.integration.rank import WIDTH, build
 from tests.processes import wait_until
@@ -64,7 +64,7 @@ def main(path: str) -> None:
             seen.append([site.at_step, site.epoch, [p.version for p in site.replica.position], site.digests()])
         finite = all(bool(torch.isfinite(h.local).all()) for f in range(3) for h in site.replica.held(f))
         counts = {"rejoins": site.rejoins, "rollbacks": site.rollbacks, "finite": finite}
-    write_atomic(Path(spec["out"]).with_suffix(f".{rank}.json"), json.dumps({"seen": seen, **counts}).encode())
+    REAL.write(Path(spec["out"]).with_suffix(f".{rank}.json"), json.dumps({"seen": seen, **counts}).encode())
     dist.destroy_process_group()
 
 

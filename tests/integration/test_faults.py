@@ -69,7 +69,12 @@ class Island:
 
     def until(self, what: str) -> None:
         """Waits until both ranks have said so."""
-        wait_until(lambda: all((self._folder / f"{what}-{rank}").exists() for rank in range(2)), what)
+
+        def said() -> bool:
+            assert all(rank.poll() in (None, 0) for rank in self._ranks), "a rank has failed"
+            return all((self._folder / f"{what}-{rank}").exists() for rank in range(2))
+
+        wait_until(said, what)
 
     def go(self) -> None:
         (self._folder / "go").touch()

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 import island.link
-from diloco.errors import CodecError, Conflict, Expired, Overload, StaleEpoch, Unreachable
-from island.link import PUSH_AGAIN, Link, _Pace
+from diloco.errors import CodecError, Conflict, DilocoError, Expired, Malformed, Overload, StaleEpoch, Unreachable
+from island.link import DAMAGED_TRIES, FETCH_AGAIN, PUSH_AGAIN, Link, _Pace
 from tests.support import Clock
 
 
@@ -93,8 +93,27 @@ def test_an_overloaded_coordinator_is_asked_again_when_it_said(clock: Time, link
     assert all(max(asked_s, 0.1) <= wait <= max(1.5 * asked_s, 0.4) for wait in waits)
 
 
-@pytest.mark.parametrize("kind", [CodecError, Conflict, StaleEpoch])
-def test_what_would_fail_again_is_not_tried_again(clock: Time, link: Link, kind: type[CodecError]) -> None:
+@pytest.mark.parametrize("again", [PUSH_AGAIN, FETCH_AGAIN])
+def test_what_is_damaged_again_and_again_was_not_damaged_by_the_line(
+    clock: Time, link: Link, again: tuple[type[DilocoError], ...]
+) -> None:
+    tries = itertools.count()
+
+    def attempt() -> str:
+        if next(tries) < healed:
+            raise CodecError("damaged")
+        return "done"
+
+    healed = DAMAGED_TRIES - 1
+    assert link._retried(attempt, again) == "done"
+    healed, tries = DAMAGED_TRIES, itertools.count()
+    with pytest.raises(CodecError):
+        link._retried(attempt, again)
+    assert next(tries) == DAMAGED_TRIES
+
+
+@pytest.mark.parametrize("kind", [Malformed, Conflict, StaleEpoch])
+def test_what_would_fail_again_is_not_tried_again(clock: Time, link: Link, kind: type[DilocoError]) -> None:
     tries = itertools.count()
 
     def attempt() -> None:
