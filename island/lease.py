@@ -84,6 +84,8 @@ class Lease:
     def until(self, good: Callable[[pb.RunState], bool], help_out: Callable[[pb.RunState], None]) -> pb.RunState:
         """Polls how the run stands until that is `good`, and has the island `help_out` with every other answer.
 
+        Returns early where the island is told to leave.
+
         Raises:
             DeadlineExceeded, Unreachable: it did not come to that within the bound on it.
         """
@@ -97,7 +99,7 @@ class Lease:
                 if late:
                     raise
                 state, reason = pb.RunState(), error.message
-            if state.phase and good(state):
+            if state.phase and (good(state) or state.directive == "leave"):
                 return state
             if late:
                 raise DeadlineExceeded(f"the run did not start within {self._limits.start_s:g} s: {reason}")

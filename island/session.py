@@ -213,6 +213,8 @@ class Session:
     def _take_up(self) -> None:
         """Waits for first parameters, takes the run's anchors, and waits for the run to start."""
         state = self._lease.until(lambda s: all(f.seeded for f in s.fragments) and bool(s.fragments), self._seed)
+        if self._sent_away(state):
+            return
         for fragment in state.fragments:
             self.anchors.take_up(fragment)
         _settle(self._model)
@@ -220,10 +222,18 @@ class Session:
         if self.heart:
             self.heart.ready = True
         state = self._lease.until(lambda s: s.phase != "gathering", lambda _: None)
+        if self._sent_away(state):
+            return
         moving = [p.round for p in self.replica.position[: len(self.schedule.offsets)]]
         ahead = min((self.schedule.sync_step(p, r) for p, r in enumerate(moving)), default=0)
         self.at_step = min(max(self.schedule.position(moving), state.step), ahead - 1)
         self._start_afresh()
+
+    def _sent_away(self, state: pb.RunState) -> bool:
+        """Whether the coordinator has this island leave before the run has begun for it."""
+        if state.directive == "leave":
+            self.leaving = state.directive_reason or "asked to leave"
+        return bool(self.leaving)
 
     def _start_afresh(self) -> None:
         """Counts tokens and steps from here: what went before is in no contribution any more."""
