@@ -102,14 +102,14 @@ class Desk:
         else:
             member = state.members.get(island)
             if member and member.standing is Standing.DRAINING:
-                return f"island {island} has been asked to leave already, {member.reason}"
+                return f"island {island} is leaving already: {member.reason}"
             named = [island]
         for name in named:
-            await self._run.take(rounds.Drain(island=name, reason=reason))
+            await self._run.take(rounds.Drain(island=name, reason=f"asked to leave {reason}"))
         return f"asked to leave: {', '.join(named)}" if named else "there is no island to ask to leave"
 
     async def _kick(self, island: str, reason: str) -> str:
-        await self._run.take(rounds.Kick(island=island, reason=reason))
+        await self._run.take(rounds.Kick(island=island, reason=f"kicked {reason}"))
         return f"the lease of island {island} has ended; no round waits for it"
 
     async def _snapshot(self, _: str, reason: str) -> str:
@@ -119,8 +119,8 @@ class Desk:
     async def _stop(self, _: str, reason: str) -> str:
         before = self._run.state.stopping
         if before:
-            return f"the run is being stopped already, {before}"
-        await self._run.take(rounds.Stop(reason=reason))
+            return f"the run is ending already: {before}"
+        await self._run.take(rounds.Stop(reason=f"stopped {reason}"))
         present = sorted(m.id for m in self._run.state.members.values() if m.present)
         return f"the coordinator ends once these have left: {', '.join(present)}" if present else "the coordinator ends"
 

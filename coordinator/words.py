@@ -48,7 +48,7 @@ def phase_reason(state: State) -> str:
     """What the run waits for as a whole; empty where it goes on."""
     if state.stopping:
         present = sorted(m.id for m in state.members.values() if m.present)
-        return f"being stopped ({state.stopping}), waiting for {', '.join(present) or 'nobody'} to leave"
+        return f"ending ({state.stopping}), waiting for {', '.join(present) or 'nobody'} to leave"
     if state.paused:
         return f"paused: {state.paused}"
     if state.phase is not Phase.GATHERING:
@@ -93,7 +93,8 @@ def announce(fact: Fact) -> tuple[int, str] | None:
 def explain(state: State, now: float, fragment: int | None = None) -> Iterator[str]:
     """Sentences that say why the run is as it is: as a whole, by fragment (or for one of them), and by island."""
     reason = phase_reason(state)
-    yield f"The run is {state.phase}" + (f": {reason}." if reason else ".")
+    halted = bool(state.stopping or state.paused)
+    yield f"The run is {reason}." if halted else f"The run is {state.phase}" + (f": {reason}." if reason else ".")
     for number in range(len(state.rounds)) if fragment is None else [fragment]:
         yield from _round(state, number, now)
     for member in sorted(state.members.values(), key=lambda m: m.id):

@@ -92,11 +92,11 @@ def test_islands_hear_what_they_are_to_do_and_why(three: Rig) -> None:
     assert (told.directive, told.directive_reason, told.paused) == ("pause", *[f"{ME}: a new cable"] * 2)
     assert three.island("n").join().state.directive == "pause"
     command(a, "drain", "b")
-    assert (b.beat().directive, b.beat().directive_reason) == ("leave", ME)
+    assert (b.beat().directive, b.beat().directive_reason) == ("leave", f"asked to leave {ME}")
     command(a, "resume")
     assert [visitor.beat().directive for visitor in (a, b, c)] == ["", "leave", ""]
     command(a, "stop", reason="enough")
-    assert (c.beat().directive, c.beat().directive_reason) == ("leave", f"{ME}: enough")
+    assert (c.beat().directive, c.beat().directive_reason) == ("leave", f"stopped {ME}: enough")
     with pytest.raises(Refused, match=r"the run is being stopped \(.*: enough\)"):
         three.island("m")
 
@@ -140,14 +140,14 @@ def test_a_command_says_what_it_did_or_that_it_was_so_already(three: Rig) -> Non
     assert command(a, "pause") == f"the run is paused already, {ME}: lunch"
     assert command(a, "resume") == f"the run goes on; it was paused {ME}: lunch"
     assert command(a, "drain", "b", "repairs") == "asked to leave: b"
-    assert command(a, "drain", "b") == f"island b has been asked to leave already, {ME}: repairs"
+    assert command(a, "drain", "b") == f"island b is leaving already: asked to leave {ME}: repairs"
     assert command(a, "drain", "*") == "asked to leave: a, c"
     assert command(a, "drain", "*") == "there is no island to ask to leave"
     assert command(a, "kick", "b") == "the lease of island b has ended; no round waits for it"
     with pytest.raises(Dismissed, match="an operator has ended the lease of island 'b'"):
         b.beat()
     assert command(a, "stop") == "the coordinator ends once these have left: a, c"
-    assert command(a, "stop") == f"the run is being stopped already, {ME}"
+    assert command(a, "stop") == f"the run is ending already: stopped {ME}"
 
 
 def test_commands_are_facts_that_say_who_and_why(three: Rig) -> None:

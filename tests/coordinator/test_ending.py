@@ -195,7 +195,7 @@ def test_a_run_that_is_told_to_stop_ends_once_its_islands_have_left(tmp_path: Pa
         pool = stack.enter_context(ThreadPoolExecutor(2))
         leaving = [pool.submit(leave_when_told, visitor) for visitor in visitors]
         told = command_here(stop, hand.address, "--yes", "--wait", "--timeout", "1", "--reason", "enough")
-        assert [island.result(BOUND_S) for island in leaving] == ["by an operator at 127.0.0.1: enough"] * 2
+        assert [island.result(BOUND_S) for island in leaving] == ["stopped by an operator at 127.0.0.1: enough"] * 2
         assert told.code == ExitCode.OK, told
         assert told.out.startswith("the coordinator ends once these have left: a, b\n")
         assert told.out.endswith("the coordinator has ended\n")

@@ -126,7 +126,7 @@ def test_a_run_that_is_stopped_sends_all_away_and_aborts_what_is_open() -> None:
     assert play.take(Stop(reason="enough")) == [Stopping(reason="enough")]
     assert play.take(Stop(reason="again")) == []
     assert directive(play.state, "a") == directive(play.state, "b") == ("leave", "enough")
-    assert phase_reason(play.state) == "being stopped (enough), waiting for a, b to leave"
+    assert phase_reason(play.state) == "ending (enough), waiting for a, b to leave"
     play.refuses(Refused, Joined(island="c"), r"the run is being stopped \(enough\): join when")
     assert play.leave("a") == [Gone(island="a", standing=Standing.LEFT, reason="done here")]
     why = "all islands have left a run that is being stopped: enough"

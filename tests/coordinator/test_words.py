@@ -58,7 +58,7 @@ def test_a_paused_run_says_why_its_clocks_stand_still() -> None:
     play = Play(*QUORUM, islands="abc")
     play.give("a")
     play.take(Pause(reason="by an operator"))
-    assert said(play)[0] == "The run is running: paused: by an operator."
+    assert said(play)[0] == "The run is paused: by an operator."
     assert said(play)[-1] == "  Its clock stands still: by an operator."
     play.clock.now += 1000
     play.take(Resume(reason="go on"))
@@ -81,10 +81,10 @@ def test_a_run_that_is_being_stopped_names_whom_it_waits_for() -> None:
     play = Play(*QUORUM, islands="abc")
     play.take(Stop(reason="enough"))
     play.leave("b")
-    assert phase_reason(play.state) == "being stopped (enough), waiting for a, c to leave"
+    assert phase_reason(play.state) == "ending (enough), waiting for a, c to leave"
     for island in "ac":
         play.leave(island)
-    assert phase_reason(play.state) == "being stopped (enough), waiting for nobody to leave"
+    assert phase_reason(play.state) == "ending (enough), waiting for nobody to leave"
 
 
 def test_a_fragment_after_its_last_round() -> None:
