@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from coordinator import snapshots
 from coordinator.files import Files
@@ -183,7 +182,8 @@ def test_one_flipped_bit_of_any_tensor_is_found(state: Store, tensor: str) -> No
     assert data.count(needle) == 1
     data[data.index(needle)] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DigestMismatch, match=rf"{path.name} .*damaged") as caught:
+    words = rf"{path.name} is damaged: the {tensor} of 'layers\.1\.w' is not as it was written"
+    with pytest.raises(DigestMismatch, match=words) as caught:
         load_snapshot(state.root)
     assert caught.value.ids == {"fragment": 1}
 
@@ -198,9 +198,11 @@ def scribble(path: Path) -> None:
 
 def swap(path: Path) -> None:
     """Another version of the same fragment under this one's name."""
-    outer_now = snapshot((2, 1)).outers[0]
-    tensors = {name: getattr(outer_now, name) for name in ("anchor", "momentum", "residual")}
-    save_file(tensors, path, metadata={"xxh3_128": "of another version"})
+    other = Store(path.parents[1] / "other")
+    other.save(snapshot((2, 1)), keep=1)
+    [theirs] = (other.root / "fragments").glob("f0000-*")
+    path.write_bytes(theirs.read_bytes())
+    other.close()
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_waiting_for_a_stop_has_a_bound(at: Rig, islands: list[Visitor], monkeyp
     monkeypatch.setattr(operate, "LOOK_S", 0.01)
     ended = do(at, operate.stop, "--yes", "--wait", "--within", "0.05")
     assert ended.code == ExitCode.TIMEOUT
-    assert "error: the coordinator still runs: being stopped (" in ended.err
+    assert "error: the coordinator still runs: ending (" in ended.err
 
 
 @pytest.mark.parametrize("args", [[], ["oslo", "--all"]])
