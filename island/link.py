@@ -29,6 +29,7 @@ from diloco.errors import (
 from diloco.framing import CONTROL_LIMIT_BYTES, FRAME_BYTES, RETRY_AFTER, SERVICE, Collector, chunks
 from diloco.v1 import coordinator_pb2 as pb
 from island.sockets import SocketCounter, Traffic
+from island.throttle import Throttle
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -65,9 +66,18 @@ class Link:
         patience_s: how long to try again while nobody answers.
         say: takes a line for people when a wait is long.
         idle_s: how long a bulk stream may move no byte.
+        bytes_per_s: cap on all bulk streams together, each way; 0 for none.
     """
 
-    def __init__(self, address: str, *, patience_s: float, say: Callable[[str], None], idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        patience_s: float,
+        say: Callable[[str], None],
+        idle_s: float = IDLE_S,
+        bytes_per_s: float = 0.0,
+    ) -> None:
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"the coordinator's address {address!r} is not HOST:PORT, for example 10.0.0.5:29400")
@@ -77,6 +87,7 @@ class Link:
         self.resent_bytes = 0
         """Payload that was handed to lines that were cut, and sent again."""
         self._control, self._bulk = (grpc.insecure_channel(address, options=_OPTIONS) for _ in range(2))
+        self._up, self._down = Throttle(bytes_per_s), Throttle(bytes_per_s)
         self._counter = SocketCounter(int(port))
         self._push = self._bulk.stream_unary(f"/{SERVICE}/Push", None, pb.Receipt.FromString)
         self._fetch = self._bulk.unary_stream(f"/{SERVICE}/Fetch", pb.FetchRequest.SerializeToString, None)
@@ -196,6 +207,7 @@ class Link:
             yield header.SerializeToString()
             handed = header.first_byte
             for message in body:
+                self._up.take(len(message))
                 handed += len(message) - FRAME_BYTES
                 pace.move(handed)
                 yield message
@@ -252,6 +264,7 @@ class Link:
                     held.append((header, Collector(header.total_bytes)))
                 header, collector = held[0]
                 for message in stream:
+                    self._down.take(len(message))
                     collector.add(message)
                     pace.move(collector.have)
                 return header, collector.finish()

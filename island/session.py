@@ -75,6 +75,7 @@ def join(
     connect_timeout_s: float = 300.0,
     start_timeout_s: float = 3600.0,
     reconnect_timeout_s: float = 86_400.0,
+    max_bandwidth_mbps: float = 0.0,
 ) -> Session:
     """Joins a run; returns once the first parameters are loaded and the run has started.
 
@@ -91,6 +92,8 @@ def join(
         connect_timeout_s: how long to look for a coordinator that does not answer.
         start_timeout_s: how long to wait for the other islands that the run needs to start.
         reconnect_timeout_s: how long a coordinator that has answered before may be silent.
+        max_bandwidth_mbps: cap on the island's bulk traffic, each way, in megabits per second; 0 for none. Every rank
+            gets an equal share of it.
 
     Raises:
         RunMismatch: another run, or another model than the run's.
@@ -98,10 +101,12 @@ def join(
         Unreachable, DeadlineExceeded: nobody answered, or the run did not start, in that time.
         DigestMismatch: the run's parameters do not arrive as the coordinator has them.
     """
-    link = Link(coordinator, patience_s=connect_timeout_s, say=log.warning)
+    group = Group()
+    share = max_bandwidth_mbps * 1e6 / 8 / group.size
+    link = Link(coordinator, patience_s=connect_timeout_s, say=log.warning, bytes_per_s=share)
     limits = Limits(start_s=start_timeout_s, reconnect_s=reconnect_timeout_s)
     try:
-        return Session(model, Group(), link, island_id=island_id, run_id=run_id, optimizer=optimizer, limits=limits)
+        return Session(model, group, link, island_id=island_id, run_id=run_id, optimizer=optimizer, limits=limits)
     except BaseException:
         link.close()
         raise

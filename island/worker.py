@@ -88,6 +88,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             run_id=island.run_id,
             connect_timeout_s=island.connect_timeout_s,
             reconnect_timeout_s=island.reconnect_timeout_s,
+            max_bandwidth_mbps=island.max_bandwidth_mbps,
         ) as site,
     ):
         site.record, site.progressed = metrics.record, progress.touch
