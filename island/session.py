@@ -40,6 +40,7 @@ from diloco.errors import (
     RunMismatch,
     StaleEpoch,
 )
+from diloco.failpoints import failpoint
 from diloco.fragments import partition
 from diloco.layout import Layout
 from diloco.replica import Position, Replica
@@ -215,8 +216,10 @@ class Session:
         state = self._lease.until(lambda s: all(f.seeded for f in s.fragments) and bool(s.fragments), self._seed)
         for fragment in state.fragments:
             self.anchors.take_up(fragment)
+            failpoint("take-up-half")
         _settle(self._model)
         self.anchors.reset()
+        failpoint("ready")
         if self.heart:
             self.heart.ready = True
         state = self._lease.until(lambda s: s.phase != "gathering", lambda _: None)
@@ -395,6 +398,7 @@ class Session:
     def _send(self, fragment: int, round_: int) -> None:
         tokens, steps = self._adopted[fragment]
         since = sum(row[0] for row in self._group.numbers([self.tokens - tokens]))
+        failpoint("stage-begun")
         staged = self.replica.stage(fragment)
         position = self.replica.position[fragment]
         work = self._pool.submit(
@@ -479,6 +483,7 @@ class Session:
         if header.outcome == "committed":
             self.anchors.confirm(fragment, Stand(header.version, round_ + 1, header.digest))
             self.replica.mix(fragment)
+            failpoint("mixed")
             self.rounds += 1
             self._adopted[fragment] = (self.tokens, self.at_step)
             self.progressed()
