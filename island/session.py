@@ -176,7 +176,10 @@ class Session:
             )
             self._begin(reply)
             link.persist(limits.reconnect_s)
-            self._take_up()
+            try:
+                self._take_up()
+            except StaleEpoch as error:
+                self._rejoin(error)
         except BaseException as error:
             self._shut(_why(error))
             raise
@@ -236,7 +239,9 @@ class Session:
         """Sends the first parameters where that is asked of this island."""
         if state.seeder == self.island_id:
             for fragment in range(len(self.replica.fragments)):
-                self._together(partial(self.courier.seed, fragment))
+                # Refused: the run has them, and the receipt was lost; or the lease is over, as the next beat will say.
+                with contextlib.suppress(StaleEpoch):
+                    self._together(partial(self.courier.seed, fragment))
 
     def _rejoin(self, error: StaleEpoch) -> None:
         """Joins again under a new epoch. Inner optimizer state is kept; what was not contributed is lost."""

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.processes import wait_until
 
@@ -91,8 +91,8 @@ class Child:
 # -- in the nursery ---------------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Answers requests until there are no more; returns only in a process that was started, or at the end."""
+def serve() -> NoReturn:
+    """Answers requests until there are no more; never returns."""
     alive: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
@@ -109,9 +109,10 @@ def serve() -> None:
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    os._exit(0)
 
 
-def become(kind: str, args: list[str], log: str, env: dict[str, str]) -> None:
+def become(kind: str, args: list[str], log: str, env: dict[str, str]) -> NoReturn:
     """Is another process from now on. Ends with that one's exit code."""
     with open(os.devnull, "rb") as nothing, open(log, "ab") as out:  # noqa: PTH123
         os.dup2(nothing.fileno(), 0)

@@ -72,7 +72,6 @@ class Trial:
 
     def coordinator(self, failpoint: str = "", clock_s: float = 0.0) -> Child:
         """Starts the coordinator."""
-        (self.state / "address").unlink(missing_ok=True)
         command = ["coordinator", f"{self.folder}/run.toml", "--state", str(self.state), "--listen", self.address]
         sets = [part for setting in self._overrides for part in ("--set", setting)]
         return self._start("coordinator", "diloco", [*command, *sets, "--threads", "1"], failpoint, clock_s)
@@ -83,6 +82,8 @@ class Trial:
         return self._start(name, "island", args, failpoint, clock_s)
 
     def _start(self, name: str, kind: str, args: list[str], failpoint: str, clock_s: float) -> Child:
+        if name == "coordinator":
+            (self.state / "address").unlink(missing_ok=True)
         env = {VARIABLE: failpoint} | ({"CLOCK": str(clock_s)} if clock_s else {})
         child = self._nursery.start(kind, args, self.folder / f"{name}.log", env)
         self._stack.callback(child.end)
@@ -186,8 +187,9 @@ class Trial:
         assert oldest
         names = [path.name for path in (self.state / "inbox").iterdir()]
         assert not [name for name in names if name.endswith((".partial", ".sums"))]
-        rounds = [(int(f[1:]), int(r[1:])) for f, r in (name.split("-")[:2] for name in names)]
-        late = 2 if any("late=" in setting for setting in self._overrides) else 0
-        assert all(round_ >= oldest.rounds[fragment] - late for fragment, round_ in rounds), names
-        kept = Counter(rounds)
-        assert all(count <= 2 for count in kept.values()), names
+        into = {(r["fragment"], r["round"], r["entry"]["island"]): r["into"] for r in self.rows("carried")}
+        parts = [(int(f[1:]), int(r[1:]), island) for f, r, island in (name.split("-")[:3] for name in names)]
+        folded_in = [(part[0], into.get(part, part[1])) for part in parts]
+        window = 2 if any("late=" in setting for setting in self._overrides) else 0
+        assert all(round_ >= oldest.rounds[fragment] - window for fragment, round_ in folded_in), names
+        assert max(Counter(parts).values(), default=1) == 1, names
