@@ -2,12 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from tests.chaos.nursery import Nursery
-from tests.chaos.trial import Trial
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ take are spent once. The nursery itself starts no thread and opens no connection
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -168,11 +169,8 @@ def disturb_clock(by_s: float) -> None:
 
 def preload() -> None:
     """Imports what the processes need."""
-    import coordinator.cli
-    import coordinator.run
-    import coordinator.service
-    import diloco.cli
-    import tests.chaos.site  # noqa: F401
+    for name in ("coordinator.cli", "coordinator.run", "coordinator.service", "diloco.cli", "tests.chaos.site"):
+        importlib.import_module(name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An island is killed at every step of its protocol, and started again: the run goes on without it, and then with it."""
+"""An island is killed at every step of its protocol, and started again: the run goes on without it, then with it."""
 
 from __future__ import annotations
 

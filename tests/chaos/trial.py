@@ -38,7 +38,13 @@ chunk_bytes = 4096
 [snapshot]
 keep = 3
 """
-PATIENT = ("rounds.lease_s=60", "rounds.grace_s=60", "rounds.deadline_s=60", "rounds.start_islands=2", "rounds.quorum=2")
+PATIENT = (
+    "rounds.lease_s=60",
+    "rounds.grace_s=60",
+    "rounds.deadline_s=60",
+    "rounds.start_islands=2",
+    "rounds.quorum=2",
+)
 """No lease ends and no round is given up: what is folded follows from the islands' data alone."""
 BRISK = (f"rounds.lease_s={LEASE_S}", "rounds.grace_s=20", "rounds.deadline_s=25", "rounds.start_islands=2")
 """Leases end soon, and rounds go on with whoever is left."""
@@ -66,6 +72,8 @@ class Trial:
         """Who died by SIGKILL, and when (wall clock)."""
         self.held: set[str] = set()
         """Who is not started again before the test says so."""
+        self.lives: dict[str, list[str]] = {}
+        """Failpoints of those who are started again, one for each further life; none after these."""
         self._starts: dict[str, tuple[Any, ...]] = {}
 
     # -- processes --------------------------------------------------------------------------------------------------
@@ -76,7 +84,9 @@ class Trial:
         sets = [part for setting in self._overrides for part in ("--set", setting)]
         return self._start("coordinator", "diloco", [*command, *sets, "--threads", "1"], failpoint, clock_s)
 
-    def island(self, name: str, failpoint: str = "", *, address: str = "", clock_s: float = 0.0, **options: Any) -> Child:
+    def island(
+        self, name: str, failpoint: str = "", *, address: str = "", clock_s: float = 0.0, **options: Any
+    ) -> Child:
         """Starts an island."""
         args = [name, address or self.address, str(self.folder), json.dumps(options)]
         return self._start(name, "island", args, failpoint, clock_s)
@@ -87,13 +97,15 @@ class Trial:
         env = {VARIABLE: failpoint} | ({"CLOCK": str(clock_s)} if clock_s else {})
         child = self._nursery.start(kind, args, self.folder / f"{name}.log", env)
         self._stack.callback(child.end)
-        self.alive[name], self._starts[name] = child, (kind, args, "", clock_s)
+        self.alive[name], self._starts[name] = child, (kind, args, clock_s)
         return child
 
     def again(self, name: str) -> Child:
-        """Starts a process again as it was, without a failpoint."""
+        """Starts a process again as it was, with the next of its failpoints."""
         self.held.discard(name)
-        return self._start(name, *self._starts[name])
+        kind, args, clock_s = self._starts[name]
+        later = self.lives.get(name)
+        return self._start(name, kind, args, later.pop(0) if later else "", clock_s)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Waits until something holds; whoever is killed meanwhile is started again, unless it is held."""
@@ -190,6 +202,6 @@ class Trial:
         into = {(r["fragment"], r["round"], r["entry"]["island"]): r["into"] for r in self.rows("carried")}
         parts = [(int(f[1:]), int(r[1:]), island) for f, r, island in (name.split("-")[:3] for name in names)]
         folded_in = [(part[0], into.get(part, part[1])) for part in parts]
-        window = 2 if any("late=" in setting for setting in self._overrides) else 0
+        window = oldest.config.rounds.late_window
         assert all(round_ >= oldest.rounds[fragment] - window for fragment, round_ in folded_in), names
         assert max(Counter(parts).values(), default=1) == 1, names

@@ -42,11 +42,11 @@ def test_no_other_room_has_steps() -> None:
 )
 def test_it_strikes_once_at_the_passing_that_is_named(setting: str, at: int, signal: str) -> None:
     struck: list[tuple[int, str]] = []
-    passing = 0
-    hook = trap(setting, lambda which: struck.append((passing, which)))
-    arm(hook)
+    passed: list[int] = []
+    arm(trap(setting, lambda which: struck.append((len(passed), which))))
     try:
         for passing in range(1, 6):
+            passed.append(passing)
             failpoint("ready")
             failpoint("mixed")
     finally:
