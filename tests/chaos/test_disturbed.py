@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from tests.chaos.nursery import Nursery
 from tests.chaos.test_island_killed import lost
 from tests.chaos.trial import BRISK, FRAGMENTS, ROUNDS, Trial
-from tests.proxy import proxied
+from tests.proxy import Proxy, proxied
 
 YEAR_S = 365.0 * 86_400
 STEP_S = 0.02
@@ -53,7 +54,10 @@ def test_a_coordinator_that_is_stopped_for_longer_than_all_leases_goes_on(trial:
     assert not trial.killed
 
 
-def test_an_island_that_is_cut_off_for_longer_than_its_lease_goes_on_in_the_same_process(trial: Trial) -> None:
+@pytest.mark.parametrize("heal", [Proxy.release, Proxy.cut], ids=["connections stand", "connections break"])
+def test_an_island_that_is_cut_off_for_longer_than_its_lease_goes_on_in_the_same_process(
+    trial: Trial, heal: Callable[[Proxy], None]
+) -> None:
     trial.coordinator()
     with proxied(trial.address) as line:
         trial.island("a", step_s=STEP_S)
@@ -63,7 +67,7 @@ def test_an_island_that_is_cut_off_for_longer_than_its_lease_goes_on_in_the_same
         line.hold_after("up", 0)
         line.hold_after("down", 0)
         trial.until(lambda: lost(trial, "b"), "its lease runs out")
-        line.cut()
+        heal(line)
         trial.finish()
     trial.check()
     result = trial.result("b")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from diloco import failpoints
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, ExitCode
 from diloco.failpoints import COORDINATOR, ISLAND, arm, failpoint, trap
+from island import worker
 from tests.processes import diloco_here
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,16 @@ def test_a_coordinator_refuses_a_step_that_it_does_not_know(tmp_path: Path, monk
     monkeypatch.setenv(failpoints.VARIABLE, "nowhere")
     state = tmp_path / "state"
     ended = diloco_here("coordinator", str(tmp_path / "run.toml"), "--state", str(state), "--listen", "127.0.0.1:0")
-    assert ended.code == 4
+    assert ended.code == ExitCode.USAGE
     assert "there is no step 'nowhere'" in ended.err
     assert not state.exists()
+
+
+def test_a_rank_refuses_a_step_that_it_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "island.toml").write_text('[island]\nid = "x"\ncoordinator = "127.0.0.1:1"\n')
+    monkeypatch.setenv(failpoints.VARIABLE, "nowhere")
+    monkeypatch.setattr(worker, "Departure", lambda: None)  # it would take this process's signals
+    assert worker.main(str(tmp_path / "island.toml")) == ExitCode.USAGE
+    assert "there is no step 'nowhere'" in capsys.readouterr().err
