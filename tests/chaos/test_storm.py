@@ -20,6 +20,15 @@ HASTY = (
     "rounds.deadline_s=25",
 )
 """Rounds end with the first contribution; the other island's come late and count by their policy."""
+VARIED = {
+    "sync.max_steps_without_coordinator": (0, 2, 500),
+    "sync.overlap_steps": (0, 1, 3),
+    "sync.alpha": (0.0, 0.5),
+    "wire.up": ("fp32", "bf16"),
+    "wire.down": ("fp32", "bf16"),
+    "snapshot.every_rounds": (1, 3),
+    "snapshot.keep": (1, 3),
+}
 LATE = ("rounds.late=discount", "rounds.late_rounds=8")
 
 
@@ -71,7 +80,8 @@ def test_whatever_is_killed_the_run_ends_well(nursery: Nursery, tmp_path: Path, 
         return [f"{chance.choice(sorted(steps))}:{chance.randint(1, 9)}" for _ in range(lives)]
 
     settings = chance.choice([BRISK, (*BRISK, *LATE), (*HASTY, *LATE)])
-    trial = Trial(nursery, tmp_path, stack, *settings)
+    varied = [f"{key}={chance.choice(values)}" for key, values in VARIED.items()]
+    trial = Trial(nursery, tmp_path, stack, *settings, *varied)
     trial.lives = {"coordinator": draw(COORDINATOR, 3), "a": draw(ISLAND, 2), "b": draw(ISLAND, 2)}
     trial.coordinator(*draw(COORDINATOR, 1))
     [a], [b] = draw(ISLAND, 1), draw(ISLAND, 1)

@@ -14,6 +14,7 @@ from typing import Any
 from coordinator.snapshots import load_snapshot
 from diloco.digest import show
 from diloco.failpoints import VARIABLE
+from diloco.schedule import Schedule
 from tests.chaos.nursery import CASE_S, Child, Nursery
 from tests.processes import diloco_here, free_port
 
@@ -174,10 +175,13 @@ class Trial:
     def check(self) -> None:
         """Whatever happened, this holds of a run that has ended."""
         self.digests()
+        snapshot = load_snapshot(self.state)
+        assert snapshot
+        schedule = Schedule.of(snapshot.config)
         for fragment in range(FRAGMENTS):
             ended = [row["round"] for row in self.rows(*ENDS) if row["fragment"] == fragment]
             folded = [row["version"] for row in self.rows("folded") if row["fragment"] == fragment]
-            assert ended == list(range(ROUNDS))
+            assert ended == list(range(schedule.rounds(fragment)))
             assert folded == list(range(1, len(folded) + 1))
         self._check_folded_once()
         self._check_inbox()
