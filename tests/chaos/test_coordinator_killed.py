@@ -38,7 +38,7 @@ STEPS = {
     "fetch-chunk": (3, 14),
 }
 """At which passings of each step the coordinator is killed, each in a run of its own."""
-USUAL = {"push-chunk:14", "push-named:3", "push-recorded:4", "round-recorded:3", "fold-written:3", "plant-saved:1"}
+USUAL = {"plant-recorded:1", "push-chunk:14", "push-named:3", "push-recorded:4", "round-recorded:3", "fold-written:3"}
 """What is played with every run of the tests; the others are slow."""
 CASES = [f"{step}:{passing}" for step, passings in STEPS.items() for passing in passings]
 

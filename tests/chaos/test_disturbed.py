@@ -54,7 +54,13 @@ def test_a_coordinator_that_is_stopped_for_longer_than_all_leases_goes_on(trial:
     assert not trial.killed
 
 
-@pytest.mark.parametrize("heal", [Proxy.release, Proxy.cut], ids=["connections stand", "connections break"])
+@pytest.mark.parametrize(
+    "heal",
+    [
+        pytest.param(Proxy.release, id="connections stand"),
+        pytest.param(Proxy.cut, id="connections break", marks=pytest.mark.slow),
+    ],
+)
 def test_an_island_that_is_cut_off_for_longer_than_its_lease_goes_on_in_the_same_process(
     trial: Trial, heal: Callable[[Proxy], None]
 ) -> None:
@@ -74,6 +80,7 @@ def test_an_island_that_is_cut_off_for_longer_than_its_lease_goes_on_in_the_same
     assert (result["pid"], result["rejoins"]) == (island.pid, 1)
 
 
+@pytest.mark.slow
 def test_the_deadline_follows_an_island_that_takes_three_times_as_long(nursery: Nursery, tmp_path: Path) -> None:
     with ExitStack() as stack:
         overrides = [o for o in BRISK if "grace" not in o]
