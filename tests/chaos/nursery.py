@@ -126,7 +126,7 @@ def become(kind: str, args: list[str], log: str, env: dict[str, str]) -> NoRetur
     try:
         code = run(kind, args)
     except SystemExit as end:
-        code = end.code
+        code = end.code or 0
     except BaseException:
         traceback.print_exc()
         raise

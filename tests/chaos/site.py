@@ -46,6 +46,7 @@ def train(name: str, address: str, folder: str, options: str) -> None:
             loss.backward()
             with torch.no_grad():
                 for parameter in model.parameters():
+                    assert parameter.grad is not None
                     parameter.sub_(0.1 * parameter.grad)
                 if site.at_step == given.get("nan_at"):
                     next(iter(model.parameters())).fill_(torch.nan)

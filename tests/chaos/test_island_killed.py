@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.failpoints import ISLAND
-from tests.chaos.nursery import CASE_S, Nursery
+from tests.chaos.nursery import Nursery
 from tests.chaos.trial import BRISK, ENDS, LEASE_S, Trial
 
 LATE = "rounds.late=discount"
@@ -81,7 +81,6 @@ def lost(trial: Trial, name: str) -> bool:
 def check_others_went_on(trial: Trial) -> None:
     """No round waited for longer than the lease of an island that was killed."""
     [(_, at)] = trial.killed
-    assert at < trial.rows()[-1]["at"] + CASE_S
     started = trial.rows("moved")[0]["at"]
     after = [row["at"] for row in trial.rows(*ENDS) if row["at"] > at]
     if after and started < at:

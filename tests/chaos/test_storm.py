@@ -83,8 +83,8 @@ def test_whatever_is_killed_the_run_ends_well(nursery: Nursery, tmp_path: Path, 
     varied = [f"{key}={chance.choice(values)}" for key, values in VARIED.items()]
     trial = Trial(nursery, tmp_path, stack, *settings, *varied)
     trial.lives = {"coordinator": draw(COORDINATOR, 3), "a": draw(ISLAND, 2), "b": draw(ISLAND, 2)}
-    trial.coordinator(*draw(COORDINATOR, 1))
-    [a], [b] = draw(ISLAND, 1), draw(ISLAND, 1)
+    [first], [a], [b] = draw(COORDINATOR, 1), draw(ISLAND, 1), draw(ISLAND, 1)
+    trial.coordinator(first)
     trial.begin(a=a, b=b, step_s=0.02)
     trial.finish()
     trial.check()
