@@ -24,6 +24,7 @@ from coordinator.upload import RETRY_S, Key, Slot, Stream, Upload
 from coordinator.words import waiting_for
 from diloco.codec import CODECS, Codec, by_id
 from diloco.errors import DeadlineExceeded, DilocoError, Expired, Malformed, Overload, StaleEpoch
+from diloco.failpoints import failpoint
 from diloco.framing import chunks, pieces_from_proto
 from diloco.layout import Piece
 from diloco.v1 import coordinator_pb2 as pb
@@ -93,6 +94,7 @@ class Bulk:
         except (DecodeError, StopAsyncIteration):
             raise Malformed("a push starts with a PushHeader") from None
         push, run = self._announced(header), self._run
+        failpoint("push-announced")
         receipt = await self._settled(push)
         if receipt:
             return receipt
@@ -130,6 +132,7 @@ class Bulk:
         told = -PROGRESS_S
         async for message in _lively(messages):
             moved = await run.uploads.run(upload.add, message)
+            failpoint("push-chunk")
             now = time.monotonic()
             if moved and not header.seed and now - told >= PROGRESS_S:
                 told = now
@@ -218,6 +221,7 @@ class Bulk:
             for message in chunks(parts, self._run.config.wire.chunk_bytes, header.first_byte, end):
                 await _send(context, message)
                 await asyncio.sleep(0)
+                failpoint("fetch-chunk")
 
     async def _found(self, request: pb.FetchRequest) -> tuple[pb.FetchHeader, Iterator[Tensor]]:
         """The header and the whole payload of an answer."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from diloco import failpoints
 from diloco.errors import ConfigError, EnvironmentFault, ExitCode, InputError
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ async def serve(config: RunConfig, state: Path, listen: str, grace_s: float = GR
     everything that was acknowledged, and files get their names only when they are whole.
 
     Raises:
+        ConfigError: `DILOCO_FAILPOINT` names no step.
         EnvironmentFault: the address cannot be listened on, or the state folder cannot be used.
         RunMismatch: the state folder belongs to another run.
     """
@@ -106,6 +108,8 @@ async def serve(config: RunConfig, state: Path, listen: str, grace_s: float = GR
     from coordinator.run import Run
     from coordinator.store import Store
 
+    setting = os.environ.get(failpoints.VARIABLE, "")
+    failpoints.arm(failpoints.trap(setting, lambda which: os.kill(os.getpid(), signal.Signals[which])))
     store = Store(state)
     try:
         run = Run(config, store, time.monotonic)

@@ -16,6 +16,7 @@ from coordinator.recovery import Locate, layout_row, replay, state_row, stored
 from coordinator.snapshots import oldest_rounds
 from coordinator.store import Store
 from diloco.config import RunConfig
+from diloco.failpoints import failpoint
 
 log = logging.getLogger("diloco.coordinator")
 COMPACT_ROWS = 1000
@@ -46,7 +47,9 @@ def compact(store: Store, config: RunConfig, least: int) -> int:
     gone = len(rows) - len(replaced)
     if gone < least:
         return 0
+    failpoint("compact-begun")
     store.files.transact(lambda: store.ledger.replace(rows[-1].seq, replaced))
+    failpoint("compact-done")
     log.info("the ledger is compacted: %d facts behind the oldest snapshot are now one state", gone)
     return gone
 

@@ -13,6 +13,7 @@ from coordinator.recovery import part_row
 from coordinator.results import Taken
 from coordinator.upload import Slot
 from diloco.errors import DilocoError, DivergedError, Malformed, StaleEpoch
+from diloco.failpoints import failpoint
 from diloco.layout import Piece
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Intake:
         if bed is None or bed.epoch != epoch:
             bed = self._seedbed = SeedBed(epoch, self._run.fragments)
         duplicate = await self._run.in_worker(lambda: bed.add(fragment, rank, part, digest))
+        failpoint("seed-received")
         if bed is self._seedbed and bed.anchors:
             await self._run.plant(bed.anchors)
             bed.clear()
@@ -132,7 +134,9 @@ class Intake:
         run = self._run
 
         async def work() -> Taken:
+            failpoint("push-whole")
             stored = await run.in_worker(keep)
+            failpoint("push-named")
             try:
                 taken = await run.in_turn(lambda: self._contribute(place, stored, tokens, steps))
             except DilocoError:
@@ -172,6 +176,7 @@ class Intake:
         else:
             await run.record([row])
             then()
+        failpoint("push-recorded")
         return Taken(late=self._carried(place))
 
     async def _late(self, place: Place, tokens: int) -> Taken:

@@ -41,6 +41,7 @@ from diloco.errors import (
     Refused,
     RunMismatch,
 )
+from diloco.failpoints import failpoint
 from diloco.fragments import partition
 from diloco.layout import Layout
 
@@ -248,7 +249,12 @@ class Run:
         state, found = rounds.step(self.state, event, self.clock())
         rows = [*([with_row] if with_row else []), *(facts.encode(fact) for fact in found)]
         if rows:
+            ends = any(isinstance(fact, Ended) for fact in found)
+            if ends:
+                failpoint("round-decided")
             await self.record(rows)
+            if ends:
+                failpoint("round-recorded")
         if then:
             then()
         self.state = state
@@ -313,9 +319,12 @@ class Run:
         def work() -> tuple[Outer, Path]:
             parts = {island: [stored.part() for stored in inbox.parts(*key, island)] for island in decision.shares}
             new, update = fold(fragment, outer, parts, decision.shares, self.config.outer, self._down)
+            failpoint("fold-computed")
             return new, self.store.write_update(decision.fragment, decision.round, update)
 
+        failpoint("fold-begun")
         new, path = await self.in_worker(work)
+        failpoint("fold-written")
         known = self._digests.get((decision.fragment, new.version), "")
         if known and known != show(new.digest):
             raise DigestMismatch(
@@ -326,6 +335,7 @@ class Run:
             )
         if not known:
             await self.record([folded_row(*key, new)])
+        failpoint("fold-recorded")
         self.outers[decision.fragment] = new
         self.totals.committed += 1
         self.totals.unsaved += 1
@@ -413,7 +423,9 @@ class Run:
         def then() -> None:
             self.fragments, self.layout, self.progress[island] = fragments, layout, Progress()
 
+        failpoint("join-begun")
         await self.take_in_turn(rounds.Joined(island=island, ranks=ranks), layout_row(layout) if first else None, then)
+        failpoint("join-recorded")
         if first:
             log.info("model layout %s from island %s: %d elements", layout.digest[:16], island, layout.numel)
         return self.state.members[island].epoch
@@ -442,8 +454,11 @@ class Run:
             pairs = list(zip(self.fragments, anchors, strict=True))
             ended = [0] * len(pairs)
             outers = await self.in_worker(lambda: [Outer.first(fragment, anchor) for fragment, anchor in pairs])
+            failpoint("plant-begun")
             await self._save(outers, ended)
+            failpoint("plant-saved")
             await self.take_in_turn(rounds.Seeded())
+            failpoint("plant-recorded")
             self.outers, self.ended = outers, ended
 
         await self.in_turn(work)

@@ -18,6 +18,7 @@ from coordinator.fold import Outer, digest_of
 from diloco.config import RunConfig, load_run
 from diloco.digest import show
 from diloco.errors import ConfigError, DigestMismatch, EnvironmentFault, InputError, LayoutError
+from diloco.failpoints import failpoint
 from diloco.fragments import Fragment, partition
 from diloco.layout import Layout, TensorSpec
 from diloco.settings import to_toml
@@ -75,6 +76,7 @@ def save(root: Path, snapshot: Snapshot, keep: int, files: Files = REAL) -> tupl
             tensors = {name: getattr(outer, name) for name in TENSORS}
             files.save(path, tensors, {"xxh3_64": json.dumps(_checksums(fragment, tensors))})
     files.sync(root / "fragments")  # also for files that an earlier try has left
+    failpoint("snapshot-fragments")
     numbers = [number_of(path) for path in manifests(root)]
     path = root / f"manifest-{(numbers[-1] if numbers else 0) + 1:08d}.json"
     manifest = {
@@ -91,6 +93,7 @@ def save(root: Path, snapshot: Snapshot, keep: int, files: Files = REAL) -> tupl
         ],
     }
     files.write(path, json.dumps(manifest, indent=1).encode())
+    failpoint("snapshot-manifest")
     for old, _ in _readable(root, files)[:-keep]:
         files.unlink(old)
     sweep(root, files)

@@ -11,6 +11,7 @@ import torch
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
 from diloco.errors import DeadlineExceeded, Dismissed, Expired, Refused, StaleEpoch
+from diloco.failpoints import failpoint
 from diloco.framing import piece_to_proto
 from diloco.replica import Held, Replica, Staged
 from diloco.v1 import coordinator_pb2 as pb
@@ -90,7 +91,9 @@ class Courier:
         with self.anchors:
             self._check()
             payloads = list(self._replica.encode(fragment, staged))
+        failpoint("push-encoded")
         receipt = self._link.push(header, lambda: iter(payloads), self._config.wire.chunk_bytes)
+        failpoint("push-answered")
         if receipt.dropped:
             log.warning("contribution to fragment %d round %d: %s", fragment, round_, receipt.dropped)
         else:
@@ -124,6 +127,7 @@ class Courier:
             DeadlineExceeded: the round has not ended although its deadline has passed. Only time that the coordinator
                 has let pass counts: while nobody answers, or the run is held, no deadline runs.
         """
+        failpoint("outcome-asked")
         owned = self._replica.owned(fragment)
         request = self._request(fragment, owned)
         request.round = round_
@@ -145,6 +149,7 @@ class Courier:
             self._check()
             if header.outcome == "committed":
                 self._replica.decode(owned, payload)
+                failpoint("anchor-moved")
             self._replica.taken[fragment] = round_ + 1
         return header
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from diloco.errors import DeadlineExceeded, DilocoError, Dismissed, RunMismatch, StaleEpoch, Unreachable
+from diloco.failpoints import failpoint
 from diloco.v1 import coordinator_pb2 as pb
 from island.link import CONTROL_TIMEOUT_S, Link
 
@@ -133,6 +134,7 @@ class Heart:
             reason=reason,
             last=message,
         )
+        failpoint("leave-begun")
         with contextlib.suppress(DilocoError):
             self._link.leave(request, LEAVE_TIMEOUT_S)
 

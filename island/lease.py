@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from diloco.config import load_run
 from diloco.errors import DeadlineExceeded, DilocoError, Unreachable
+from diloco.failpoints import failpoint
 from diloco.v1 import coordinator_pb2 as pb
 from island.group import Group
 from island.heart import LEAVE_TIMEOUT_S, Heart
@@ -73,6 +74,7 @@ class Lease:
         self.heart = None
         self._entering = self._door.submit(self._link.join, self._request, patient=patient)
         reply = self._entering.result()
+        failpoint("join-answered")
         lease_s = load_run(reply.config_toml, "the coordinator").value.rounds.lease_s
         self.heart = Heart(self._link, self.identity(reply), lease_s / 3)
         return reply.SerializeToString()

@@ -26,6 +26,7 @@ from diloco.errors import (
     Refused,
     Unreachable,
 )
+from diloco.failpoints import failpoint
 from diloco.framing import CONTROL_LIMIT_BYTES, FRAME_BYTES, RETRY_AFTER, SERVICE, Collector, chunks
 from diloco.v1 import coordinator_pb2 as pb
 from island.sockets import SocketCounter, Traffic
@@ -211,6 +212,7 @@ class Link:
                 handed += len(message) - FRAME_BYTES
                 pace.move(handed)
                 yield message
+                failpoint("push-sending")
 
         call = self._push.future(_noting(messages(), failure))
         try:
@@ -266,6 +268,7 @@ class Link:
                 for message in stream:
                     self._down.take(len(message))
                     collector.add(message)
+                    failpoint("fetch-receiving")
                     pace.move(collector.have)
                 return header, collector.finish()
         except grpc.RpcError as error:

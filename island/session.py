@@ -40,6 +40,7 @@ from diloco.errors import (
     RunMismatch,
     StaleEpoch,
 )
+from diloco.failpoints import failpoint
 from diloco.fragments import partition
 from diloco.layout import Layout
 from diloco.replica import Position, Replica
@@ -180,7 +181,10 @@ class Session:
             )
             self._begin(reply)
             link.persist(limits.reconnect_s)
-            self._take_up()
+            try:
+                self._take_up()
+            except StaleEpoch as error:
+                self._rejoin(error)
         except BaseException as error:
             self._shut(_why(error))
             raise
@@ -222,8 +226,10 @@ class Session:
             return
         for fragment in state.fragments:
             self.anchors.take_up(fragment)
+            failpoint("take-up-half")
         _settle(self._model)
         self.anchors.reset()
+        failpoint("ready")
         if self.heart:
             self.heart.ready = True
         state = self._lease.until(lambda s: s.phase != "gathering", lambda _: None)
@@ -248,7 +254,9 @@ class Session:
         """Sends the first parameters where that is asked of this island."""
         if state.seeder == self.island_id:
             for fragment in range(len(self.replica.fragments)):
-                self._together(partial(self.courier.seed, fragment))
+                # Refused: the run has them, and the receipt was lost; or the lease is over, as the next beat will say.
+                with contextlib.suppress(StaleEpoch):
+                    self._together(partial(self.courier.seed, fragment))
 
     def _rejoin(self, error: StaleEpoch) -> None:
         """Joins again under a new epoch. Inner optimizer state is kept; what was not contributed is lost."""
@@ -410,6 +418,7 @@ class Session:
     def _send(self, fragment: int, round_: int) -> None:
         tokens, steps = self._adopted[fragment]
         since = sum(row[0] for row in self._group.numbers([self.tokens - tokens]))
+        failpoint("stage-begun")
         staged = self.replica.stage(fragment)
         position = self.replica.position[fragment]
         work = self._pool.submit(
@@ -494,6 +503,7 @@ class Session:
         if header.outcome == "committed":
             self.anchors.confirm(fragment, Stand(header.version, round_ + 1, header.digest))
             self.replica.mix(fragment)
+            failpoint("mixed")
             self.rounds += 1
             self._adopted[fragment] = (self.tokens, self.at_step)
             self.progressed()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from diloco import failpoints
 from diloco.config import RunConfig, load_run
 from diloco.errors import DilocoError, ExitCode, exit_code
 from diloco.settings import to_toml
@@ -39,6 +40,8 @@ def main(path: str) -> int:
         format=f"%(asctime)s %(levelname)-7s {config.island.id}/{rank}: %(message)s",
     )
     try:
+        setting = os.environ.get(failpoints.VARIABLE, "")
+        failpoints.arm(failpoints.trap(setting, lambda which: os.kill(os.getpid(), signal.Signals[which])))
         return work(config, departure, Path(path).with_name(PROGRESS))
     except DilocoError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)
