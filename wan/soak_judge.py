@@ -38,13 +38,15 @@ class Attack:
 
 
 def attacks(seed: int, seconds: float, victims: Sequence[str], per_minute: float, longest_s: float) -> list[Attack]:
-    """What befalls whom in a soak of some length: as a Poisson process, the same for a seed."""
-    chance, at, found = random.Random(seed), 0.0, []
+    """What befalls whom in a soak of some length: as a Poisson process, the same for a seed.
+
+    Nobody is attacked twice before everybody has been.
+    """
+    chance, at, found, deck = random.Random(seed), 0.0, list[Attack](), list[str]()
     while (at := at + chance.expovariate(per_minute / 60)) < seconds:
-        attack = Attack(
-            at=at, victim=chance.choice(victims), kind=chance.choice(KINDS), seconds=chance.uniform(1.0, longest_s)
-        )
-        found.append(attack)
+        deck = deck or chance.sample(victims, len(victims))
+        kind, held_s = chance.choice(KINDS), chance.uniform(1.0, longest_s)
+        found.append(Attack(at=at, victim=deck.pop(), kind=kind, seconds=held_s))
     return found
 
 
