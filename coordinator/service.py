@@ -26,8 +26,8 @@ ISLAND_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """It becomes part of file names."""
 
 WINDOW_BYTES = 5 * 2**19
-"""What a stream may have sent that nobody here has read. With the message that is being taken that makes four chunks of
-1 MiB; left to itself gRPC takes eight. It also bounds a stream's pace, to so much per round trip: 26 MB/s over 100 ms."""
+"""What a stream may have sent that nobody here has read. With what is being taken that makes five chunks of 1 MiB; left
+to itself gRPC takes eight and more. It also bounds a stream's pace, to so much per round trip: 26 MB/s over 100 ms."""
 
 OPTIONS = [
     ("grpc.so_reuseport", 0),
@@ -39,6 +39,7 @@ OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.experimental.tcp_max_read_chunk_size", 256 * 1024),
 ]
 
 
