@@ -1,4 +1,4 @@
-"""How the C library keeps memory that was freed: little, because a coordinator's buffers come in two sizes."""
+"""How the C library keeps memory that was freed: little of it, so that a peak of streams leaves no heap behind."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import ctypes
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 ARENAS = 2
 """The loop and the workers share so many heaps; by default every thread may have one, and each keeps what it had."""
-MAPPED_BYTES = 2 * 2**20
-"""From this size on a buffer is mapped by itself and goes back to the kernel as soon as it is freed: tensors do, and
-chunks are used again. By default the bound follows what is freed, up to 32 MiB."""
+MAPPED_BYTES = 2**19
+"""From this size on a buffer is mapped by itself and goes back to the kernel as soon as it is freed, as tensors and
+chunks do. By default the bound follows what is freed, up to 32 MiB."""
 
 
 def bound() -> None:

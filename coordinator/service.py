@@ -25,9 +25,9 @@ from diloco.v1 import coordinator_pb2 as pb
 ISLAND_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """It becomes part of file names."""
 
-WINDOW_BYTES = 5 * 2**19
+WINDOW_BYTES = 2 * 2**20
 """What a stream may have sent that nobody here has read. With what is being taken that makes five chunks of 1 MiB; left
-to itself gRPC takes eight and more. It also bounds a stream's pace, to so much per round trip: 26 MB/s over 100 ms."""
+to itself gRPC takes eight and more. It also bounds a stream's pace, to so much per round trip: 21 MB/s over 100 ms."""
 
 OPTIONS = [
     ("grpc.so_reuseport", 0),
