@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint format bench simulate proto clean
+.PHONY: demo test test-all lint format bench simulate soak proto clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; name it with PYTHON=python3.x" if sys.version_info < (3, 11) else 0)'
@@ -40,6 +40,11 @@ SEEDS ?= 1000
 FIRST ?= 0
 simulate: $(STAMP)  ## plays SEEDS runs from seed FIRST under a virtual clock, with faults, and checks every one
 	$(BIN)/python -m wan.simulator --seeds $(SEEDS) --first $(FIRST) $(ARGS)
+
+MINUTES ?= 5
+SEED ?= 0
+soak: $(STAMP)  ## a real run of MINUTES whose processes are killed and stopped; writes soak.json
+	$(BIN)/python -m wan.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 proto: $(STAMP)  ## regenerates diloco/v1 from proto/
 	$(BIN)/python proto/generate.py

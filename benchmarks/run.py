@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import transport
+from benchmarks import islands, transport
 from coordinator.fold import Outer, Part, fold
 from diloco.codec import CODECS
 from diloco.config import OuterConfig
@@ -96,6 +96,7 @@ def measure(elements: int) -> list[Record]:
     )
     records.append(outer_step(values, copy))
     records += [Record(**row) for row in transport.measure(elements)]
+    records += [Record(**row) for row in islands.records()]
     return records
 
 

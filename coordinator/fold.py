@@ -107,7 +107,7 @@ def fold(
         wanted = nesterov(gradient.view(-1), momentum[span], lr=lr, mu=mu).add_(residual[span])
         begin, end = end, end + down.size(spec.numel)
         down.encode(wanted, update[begin:end])
-        applied = torch.empty_like(wanted)
+        applied = gradient.view(-1)  # its values are used up
         down.decode(update[begin:end], applied)
         residual[span] = wanted.sub_(applied)
         anchor[span].sub_(applied)

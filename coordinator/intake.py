@@ -205,8 +205,8 @@ class Intake:
         run = self._run
         for fragment in range(len(run.state.rounds)):
             for round_, island, inbound in list(run.inbox.whole(fragment)):
-                member, current = run.state.members[island], run.state.rounds[fragment]
-                held = member.present and member.epoch == inbound.epoch
+                member, current = run.state.members.get(island), run.state.rounds[fragment]
+                held = member and member.present and member.epoch == inbound.epoch
                 known = rounds.counted(run.state, fragment, round_, island) is not None
                 if not held or known or (round_ == current.round and island in current.refused):
                     continue

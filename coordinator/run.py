@@ -426,6 +426,8 @@ class Run:
         failpoint("join-begun")
         await self.take_in_turn(rounds.Joined(island=island, ranks=ranks), layout_row(layout) if first else None, then)
         failpoint("join-recorded")
+        for forgotten in self.progress.keys() - self.state.members.keys():
+            del self.progress[forgotten]
         if first:
             log.info("model layout %s from island %s: %d elements", layout.digest[:16], island, layout.numel)
         return self.state.members[island].epoch

@@ -33,6 +33,10 @@ from diloco.schedule import Schedule
 REMEMBERED = 16
 """Rounds of a fragment that are remembered: who contributed, and how late its last contribution came."""
 
+MEMBERS = 1024
+"""Islands that are remembered. Beyond that, those that left or were lost longest ago are forgotten, though none that
+holds a lease or that a remembered round speaks of."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
@@ -202,7 +206,7 @@ def _admit(state: State, fact: Admitted, now: float) -> State:
         dropped=old.dropped if old else 0,
     )
     seeder = "" if state.seeder == fact.island else state.seeder
-    return elect(replace(with_member(state, member), last_epoch=fact.epoch, seeder=seeder))
+    return elect(_bounded(replace(with_member(state, member), last_epoch=fact.epoch, seeder=seeder)))
 
 
 def _accept(state: State, fact: Accepted, now: float) -> State:
@@ -277,6 +281,19 @@ def with_round(state: State, fragment: int, current: Round) -> State:
     rounds = list(state.rounds)
     rounds[fragment] = current
     return replace(state, rounds=tuple(rounds))
+
+
+def _bounded(state: State) -> State:
+    """The state without the members that are too many, by their epochs."""
+    excess = len(state.members) - MEMBERS
+    if excess <= 0:
+        return state
+    spoken_of = {late.entry.island for current in state.rounds for late in current.carried.values()}
+    for current in state.rounds:
+        spoken_of.update(current.entries, current.refused, *(past.islands for past in current.past))
+    gone = [m for m in state.members.values() if not m.present and m.id not in spoken_of]
+    forgotten = {m.id for m in sorted(gone, key=lambda m: m.epoch)[:excess]}
+    return replace(state, members={name: m for name, m in state.members.items() if name not in forgotten})
 
 
 def _stand(state: State, island: str, standing: Standing, reason: str = "") -> State:

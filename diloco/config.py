@@ -238,7 +238,7 @@ class LimitsConfig(Settings):
     islands: Positive = 256
     """Islands that may hold a lease at a time."""
     streams: Positive = 64
-    """Bulk streams served at a time, uploads and downloads together. One holds about 4 chunks in memory."""
+    """Bulk streams served at a time, uploads and downloads together. One holds up to 5 chunks of 1 MiB in memory."""
     streams_per_island: Positive = 16
     """Bulk streams of one island at a time; at least its ranks, so that each can send."""
     disk_bytes: NonNegative = 0

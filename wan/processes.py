@@ -54,7 +54,9 @@ class Processes:
         for which, handler in self._before.items():
             signal.signal(which, handler)
 
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         """Starts a process whose output goes to `<logs>/<name>.log`."""
         with (self._logs / f"{name}.log").open("wb") as log:
             self._running[name] = subprocess.Popen(
@@ -65,6 +67,7 @@ class Processes:
                 start_new_session=True,
                 env={**os.environ, "DILOCO_PARENT_PID": str(os.getpid()), **(environment or {})},
             )
+        return self._running[name]
 
     def check(self, names: Sequence[str]) -> bool:
         """Whether all of `names` have ended well. Raises `EnvironmentFault` where one has failed."""
