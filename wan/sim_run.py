@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -19,11 +19,14 @@ from diloco.fragments import partition
 from diloco.layout import Layout, TensorSpec
 from diloco.schedule import Schedule
 from wan.sim_checker import Checker, Violation
-from wan.sim_coordinator import Reply, Request, SimCoordinator
+from wan.sim_coordinator import SimCoordinator
+from wan.sim_disk import FREE_BYTES, Disk
 from wan.sim_island import Shape, SimIsland, senders
-from wan.sim_plants import PLANTS
+from wan.sim_network import Network, Weather
+from wan.sim_plants import PLANTS, Plant
 from wan.sim_service import SimService
-from wan.sim_world import Disk, Process, World
+from wan.sim_wire import Answer, Reply, Request
+from wan.sim_world import World, drive
 
 CALM_S = 600.0
 """Virtual seconds within which a run must end once nothing disturbs it."""
@@ -68,6 +71,7 @@ def configure(rng: random.Random, islands: int) -> RunConfig:
         fragments = 2
         every_steps = 4
         overlap_steps = {rng.randint(0, 3)}
+        max_steps_without_coordinator = {rng.choice((0, 1, 3, 100))}
         alpha = {rng.choice((0.0, 0.5))}
         [merge]
         weights = "{rng.choice(("tokens", "uniform"))}"
@@ -86,24 +90,16 @@ def configure(rng: random.Random, islands: int) -> RunConfig:
         lease_s = {rng.choice((5.0, 9.0))}
         [snapshot]
         every_rounds = {rng.randint(1, 3)}
-        keep = {rng.randint(1, 2)}
+        keep = {rng.randint(1, 3)}
+        [limits]
+        islands = {max(start, islands - rng.choice((0, 0, 1)))}
+        streams = {rng.choice((2, 64, 64))}
+        streams_per_island = {rng.choice((2, 16))}
+        disk_bytes = {rng.choice((0, 6000))}
+        retry_s = {rng.choice((0.5, 2.0))}
         """,
         "the simulator",
     ).value
-
-
-@dataclass(kw_only=True)
-class Weather:
-    """How the network is at the moment."""
-
-    loss: float = 0.0
-    double: float = 0.0
-    corrupt: float = 0.0
-    hang_up: float = 0.5
-    poison: float = 0.0
-    torn: float = 0.0
-    """Share of requests whose connection breaks while they are served."""
-    delay_s: float = 0.02
 
 
 class Simulation:
@@ -119,9 +115,8 @@ class Simulation:
         self.seed, self.world, self._say = seed, World(seed), say
         self._hash = xxhash.xxh3_64()
         rng = self.world.rng
-        planted = PLANTS[plant] if plant else None
-        self._coordinator_kind = planted if planted and issubclass(planted, SimService) else SimService
-        self._island_kind = planted if planted and issubclass(planted, SimIsland) else SimIsland
+        planted = PLANTS[plant] if plant else Plant()
+        self._coordinator_kind, self._island_kind = planted.coordinator, planted.island
         self.shapes = [
             Shape(id=f"i{i}", ranks=rng.randint(1, 2), step_s=rng.uniform(0.3, 1.0), seed=rng.randrange(1000))
             for i in range(rng.randint(2, 3))
@@ -131,13 +126,12 @@ class Simulation:
         self.schedule = Schedule.of(self.config)
         self.disk = Disk()
         ranks = {shape.id: senders(shape, self.fragments) for shape in self.shapes}
+        self.chunk_bytes = rng.choice((8, 16))
+        self.network = Network(self.world, lambda: self.coordinator, self.say)
         self.checker = Checker(self.config, self.fragments, self.disk, ranks)
         self.coordinator: SimService | None = None
         self.islands: dict[str, SimIsland] = {}
-        self.cut: set[str] = set()
-        self.weather = Weather()
         self.events = self.points = self.sessions_failed = 0
-        self._last_request = 0.0
         self._doom: set[int] = set()
         """Numbers of the points at which the coordinator is killed."""
 
@@ -181,7 +175,7 @@ class Simulation:
             and self.schedule.finished(coordinator.ended[: len(self.schedule.offsets)])
             and len(self.islands) == len(self.shapes)
             and all(island.finished for island in self.islands.values())
-            and self.world.now > self._last_request + QUIET_S
+            and self.world.now > self.network.last_request + QUIET_S
         )
 
     def _standing(self) -> str:
@@ -203,6 +197,8 @@ class Simulation:
         self.say("the coordinator starts")
         base = self.world.rng.uniform(0, 1e5)
         self.coordinator = self._coordinator_kind(self.world, self.disk, self.config, base, self)
+        self.coordinator.chunk_bytes = self.chunk_bytes
+        self.coordinator.first_rows()
 
     def crash_coordinator(self, down_s: float) -> None:
         """Kills the coordinator; another starts after a while."""
@@ -212,11 +208,17 @@ class Simulation:
         self.coordinator.kill()
         self.coordinator = None
         self.durable(self.disk.crash(self.world.rng))
+        self.checker.crashed()
+        if len(self.disk.snapshots) > 1 and self.world.rng.random() < 0.3:
+            self.say("the newest snapshot is damaged")
+            self.disk.snapshots.pop()
         self.world.at(down_s, self._start_coordinator)
 
     def _start_island(self, shape: Shape) -> None:
         self.say(f"{shape.id} starts")
-        self.islands[shape.id] = self._island_kind(shape, self.world, self, self.config, LAYOUT, self.fragments)
+        self.islands[shape.id] = self._island_kind(
+            shape, self.world, self, self.config, LAYOUT, self.fragments, self.chunk_bytes
+        )
 
     def _crash_island(self, shape: Shape, down_s: float) -> None:
         island = self.islands.get(shape.id)
@@ -231,12 +233,13 @@ class Simulation:
     def _plan(self, active: float) -> None:
         """Decides what will go wrong, and that nothing does any more after `active` seconds."""
         rng, at = self.world.rng, self.world.at
-        self.weather = Weather(
+        self.network.weather = Weather(
             loss=rng.choice((0.0, 0.0, 0.05, 0.2)),
             double=rng.choice((0.0, 0.1, 0.3)),
             corrupt=rng.choice((0.0, 0.0, 0.1)),
             poison=rng.choice((0.0, 0.0, 0.0, 0.1)),
             torn=rng.choice((0.0, 0.0, 0.05)),
+            cut=rng.choice((0.0, 0.0, 0.1, 0.25)),
             delay_s=rng.choice((0.02, 0.2, 1.0)),
         )
         self._doom = {rng.randint(10, 400) for _ in range(rng.choice((0, 1, 2, 4)))}
@@ -244,7 +247,7 @@ class Simulation:
         def incident() -> None:
             if self.world.now >= active:
                 return
-            shape, kind = rng.choice(self.shapes), rng.randrange(13)
+            shape, kind = rng.choice(self.shapes), rng.randrange(14)
             island = self.islands.get(shape.id)
             if kind == 0:
                 self.crash_coordinator(rng.uniform(0.1, 5.0))
@@ -255,8 +258,8 @@ class Simulation:
                 island.asleep_until = self.world.now + rng.uniform(0.5, 2.5) * self.config.rounds.lease_s
             elif kind == 4:
                 self.say(f"{shape.id} is cut off")
-                self.cut.add(shape.id)
-                at(rng.uniform(1.0, 12.0), lambda: self.cut.discard(shape.id))
+                self.network.cut.add(shape.id)
+                at(rng.uniform(1.0, 12.0), lambda: self.network.cut.discard(shape.id))
             elif kind == 5 and island:
                 self.say(f"{shape.id} is slow")
                 island.slow = rng.uniform(2.0, 6.0)
@@ -275,13 +278,18 @@ class Simulation:
                 self.command(order(island=shape.id, reason="an operator wants it"))
             elif kind == 12 and rng.random() < 0.5:
                 self.command(rounds.Stop(reason="an operator wants it"))
+            elif kind == 13:
+                self.say("the disk is nearly full")
+                self.disk.free_bytes = self.config.limits.disk_free_bytes + rng.randint(0, 60)
+                at(rng.uniform(0.5, 10.0), lambda: setattr(self.disk, "free_bytes", FREE_BYTES))
             at(rng.uniform(0.5, 8.0), incident)
 
         def calm() -> None:
             self.say("nothing disturbs the run any more")
-            self.weather, self._doom, self.disk.failing = Weather(), set(), ""
+            self.network.weather, self._doom, self.disk.failing = Weather(), set(), ""
+            self.disk.free_bytes = FREE_BYTES
             resume()
-            self.cut.clear()
+            self.network.cut.clear()
             for island in self.islands.values():
                 island.slow = 1.0
 
@@ -298,49 +306,18 @@ class Simulation:
         """An operator has the coordinator take an event, if there is one."""
         if self.coordinator:
             self.say(f"an operator: {event}")
-            self.world.spawn(self.coordinator.take(event), self.coordinator)
+            self.world.spawn(drive(self.coordinator.take(event)), self.coordinator)
 
-    # -- the network ------------------------------------------------------------------------------------------------
+    # -- what islands see -------------------------------------------------------------------------------------------
 
-    def send(self, island: str, request: Request, answer: Callable[[Reply | DilocoError], None]) -> Callable[[], None]:
-        """Carries a request to whatever coordinator is there when it arrives, and the reply back."""
-        rng, served = self.world.rng, list[Process]()
-        corrupt = bool(request.messages) and rng.random() < self.weather.corrupt
-
-        def back(reply: Reply | DilocoError) -> None:
-            self._carry(island, lambda: answer(reply))
-
-        def arrive() -> None:
-            self._last_request = self.world.now
-            if self.coordinator:
-                self.say(f"{request.method} f{request.fragment} r{request.round} of {island}.{request.rank} arrives")
-                process = self.coordinator.serve(_damaged(request) if corrupt else request, back)
-                served.append(process)
-                if rng.random() < self.weather.torn:
-                    self.world.at(rng.random() * 0.1, process.cancel)
-
-        def abandon() -> None:
-            for process in served:
-                process.cancel()
-
-        def hang_up() -> None:
-            if rng.random() < self.weather.hang_up:
-                self._carry(island, abandon)
-
-        self._carry(island, arrive)
-        return hang_up
-
-    def _carry(self, island: str, deliver: Callable[[], object]) -> None:
-        rng, weather = self.world.rng, self.weather
-        if island in self.cut or rng.random() < weather.loss:
-            return
-        for _ in range(2 if rng.random() < weather.double else 1):
-            late = rng.random() < 0.02
-            self.world.at(rng.random() * weather.delay_s * (20 if late else 1), deliver)  # type: ignore[arg-type]
+    def send(self, island: str, request: Request, answer: Answer) -> Callable[[], None]:
+        """Sends a request over the network."""
+        return self.network.send(island, request, answer)
 
     def poison(self, island: str) -> str:
         """Whether an island's next contribution holds NaN, and whether the island sees it."""
-        return self.world.rng.choice(("sent", "seen")) if self.world.rng.random() < self.weather.poison else ""
+        rng, share = self.world.rng, self.network.weather.poison
+        return rng.choice(("sent", "seen")) if share and rng.random() < share else ""
 
     # -- watching ---------------------------------------------------------------------------------------------------
 
@@ -368,6 +345,10 @@ class Simulation:
         self.say(f"f{fragment} r{round_} is published: version {outcome.version}, {outcome.reason}")
         self.checker.published(fragment, round_, outcome)
 
+    def stored(self, request: Request, have: int) -> None:
+        """So many bytes of a push have come, from the first."""
+        self.checker.stored(request, have)
+
     def answered(self, request: Request, reply: Reply) -> None:
         """A reply is on its way."""
         self.checker.answered(request, reply)
@@ -394,13 +375,16 @@ class Simulation:
         self.say(f"{island} holds f{fragment} version {version}")
         self.checker.reported(island, epoch, fragment, version, digest)
 
+    def based(self, island: str, fragment: int, version: int, digest: int) -> None:
+        """An island contributes from a version."""
+        self.checker.based(island, fragment, version, digest)
+
+    def mismatched(self, island: str, fragment: int, version: int) -> None:
+        """What an island has fetched is not what the coordinator named."""
+        self.say(f"{island} has other bits of f{fragment} version {version} than the coordinator")
+        self.checker.mismatched(island, fragment, version)
+
     def session_failed(self, island: str, error: DilocoError) -> None:
         """An island joins again."""
         self.sessions_failed += 1
         self.say(f"{island} gives up its session: {type(error).__name__}: {error}")
-
-
-def _damaged(request: Request) -> Request:
-    first = bytearray(request.messages[0])
-    first[-1] ^= 0x40
-    return replace(request, messages=(bytes(first), *request.messages[1:]))
