@@ -6,8 +6,8 @@ I3  everybody who reports a version of a fragment holds the same digest, across 
 I4  every round ends by its hard deadline, the coordinator's downtime and its disk's excluded; while the run is paused
     none ends by the clock
 I5  replaying all rows that ever became durable reproduces all digests and the state, and so does the compacted ledger
-I6  files, uploads under way, pinned anchors and outcomes in memory stay bounded, and no file is left behind; streams and
-    bytes stay within `[limits]`
+I6  files, uploads under way, pinned anchors and outcomes in memory stay bounded, no file is left behind, and streams
+    and bytes stay within `[limits]`
 I7  a refused request changes nothing
 I8  nothing counts that came under an epoch that was over
 I9  once nothing disturbs it any more, the run ends
@@ -339,12 +339,16 @@ class Checker:
                 if round_ < oldest[fragment] - late:
                     self.violate("I6", f"file {name} is left behind")
         whole = [Row(seq=seq, at=0.0, kind=kind, body=body) for seq, (kind, body) in enumerate(self._history, 1)]
-        found, compacted = self._replay(whole), self._replay(self.disk.rows())
+        try:
+            found, compacted = self._replay(whole), self._replay(self.disk.rows())
+        except DilocoError as error:
+            self.violate("I5", f"the ledger cannot be replayed: {error}")
+            return
         if found.state != compacted.state:
             self.violate("I5", "the compacted ledger comes to another state than all rows")
-        for key, how in compacted.ends.items():
-            if found.ends[key] != how:
-                self.violate("I5", f"fragment and round {key} ended {how} by the compacted ledger, {found.ends[key]}")
+        for at, how in compacted.ends.items():
+            if found.ends[at] != how:
+                self.violate("I5", f"fragment and round {at} ended {how} by the compacted ledger, and {found.ends[at]}")
         if not compacted.digests.items() <= found.digests.items():
             self.violate("I5", "the compacted ledger has other digests than all rows")
         for (fragment, version), digest in found.digests.items():

@@ -6,6 +6,7 @@ other requests interleave.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
 from pathlib import Path
@@ -374,10 +375,8 @@ class SimCoordinator(Owner):
         self.disk.check()
         self.disk.snapshots = self.disk.snapshots[-self.config.snapshot.keep :]
         yield from self.point("older snapshots removed")
-        try:
+        with contextlib.suppress(OSError):  # another time
             yield from self._compact()
-        except OSError:
-            pass  # another time
         self._forget(self.disk.snapshots[0].rounds)
 
     def _compact(self) -> Work[None]:

@@ -1,4 +1,4 @@
-"""The simulator's disk: files, uploads under way, a ledger and snapshots. It forgets what is not synced, or some of it."""
+"""The simulator's disk: files, uploads under way, ledger, snapshots. It forgets what is not synced, or some of it."""
 
 from __future__ import annotations
 

@@ -170,12 +170,12 @@ class Simulation:
         """Whether all islands have left a run that is done, and no request has come for a while."""
         coordinator = self.coordinator
         return (
-            coordinator is not None
+            self.world.now > self.network.last_request + QUIET_S
+            and coordinator is not None
             and coordinator.state.phase is Phase.DONE
             and self.schedule.finished(coordinator.ended[: len(self.schedule.offsets)])
             and len(self.islands) == len(self.shapes)
             and all(island.finished for island in self.islands.values())
-            and self.world.now > self.network.last_request + QUIET_S
         )
 
     def _standing(self) -> str:
@@ -196,7 +196,11 @@ class Simulation:
     def _start_coordinator(self) -> None:
         self.say("the coordinator starts")
         base = self.world.rng.uniform(0, 1e5)
-        self.coordinator = self._coordinator_kind(self.world, self.disk, self.config, base, self)
+        try:
+            self.coordinator = self._coordinator_kind(self.world, self.disk, self.config, base, self)
+        except (DilocoError, KeyError) as error:
+            self.checker.violate("I5", f"a coordinator cannot start: {error!r}")
+            return
         self.coordinator.chunk_bytes = self.chunk_bytes
         self.coordinator.first_rows()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from diloco.fragments import partition
 from diloco.framing import chunks
 from wan.sim_coordinator import SimCoordinator
 from wan.sim_disk import MemoryStored
-from wan.sim_stream import SimUpload, Stream
+from wan.sim_stream import SimUpload, Stream, Superseded
 from wan.sim_wire import Answer, Line, Reply, Request, Served
 from wan.sim_world import Process, Work, drive
 
@@ -48,7 +49,7 @@ class SimService(SimCoordinator):
         """Handles one request; `answer` is given the reply and what follows it, or the refusal."""
 
         def handled() -> Work[None]:
-            methods = {
+            methods: dict[str, Callable[[Request], Work[Reply]]] = {
                 "join": self._join,
                 "beat": self._beat,
                 "leave": self._leave,
@@ -160,6 +161,8 @@ class SimService(SimCoordinator):
             upload, stream = self.uploads.begin(key, request.total_bytes, process)
             try:
                 return (yield from self._receive(request, upload, stream, line))
+            except Superseded:
+                raise
             except (DilocoError, OSError) as error:
                 if isinstance(error, OSError) or (upload.whole and not isinstance(error, StaleEpoch)):
                     self.uploads.drop(upload)

@@ -1,4 +1,4 @@
-"""The synchronous twin of `coordinator/upload.py` on the simulated disk, around the real `Assembly`, `Key` and `Slot`."""
+"""The synchronous twin of `coordinator/upload.py` on the simulated disk; `Assembly`, `Key`, `Slot` are real."""
 
 from __future__ import annotations
 
