@@ -45,6 +45,7 @@ class Bounds:
     def crashed(self) -> None:
         """What is not synced may be lost."""
         self._stored.clear()
+        self._ticks = 0
 
     def stored(self, request: Request, have: int) -> None:
         """So many bytes of a push have come, from the first."""
@@ -55,11 +56,13 @@ class Bounds:
         """A reply is on its way."""
         if request.method == "push" or reply.settled:
             self._stored.pop(key_of(request).slot, None)
-        elif request.method == "resume":
-            key = key_of(request)
-            digest, have = self._stored.get(key.slot, ("", 0))
-            if digest == key.digest and reply.have_bytes < have:
-                self.violate("I11", f"{have} bytes of {key} had come, and are to come again from {reply.have_bytes}")
+
+    def resumed(self, request: Request, have: int) -> None:
+        """A push is told to go on at byte `have`."""
+        key = key_of(request)
+        digest, stored = self._stored.get(key.slot, ("", 0))
+        if digest == key.digest and have < stored:
+            self.violate("I11", f"{stored} bytes of {key} had come, and are to come again from {have}")
 
     def refused(self, request: Request, error: DilocoError) -> None:
         """A refusal is on its way; a payload that is whole, or that the disk did not take, is forgotten."""

@@ -266,6 +266,10 @@ class Checker:
         """So many bytes of a push have come, from the first."""
         self.bounds.stored(request, have)
 
+    def resumed(self, request: Request, have: int) -> None:
+        """A push is told to go on at byte `have`."""
+        self.bounds.resumed(request, have)
+
     def planted(self, outers: list[Outer]) -> None:
         """The coordinator has written first parameters; they count once the ledger says so."""
         self._genesis = outers

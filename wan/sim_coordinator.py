@@ -64,6 +64,9 @@ class Watcher(Protocol):
     def stored(self, request: Request, have: int) -> None:
         """So many bytes of a push have come, from the first."""
 
+    def resumed(self, request: Request, have: int) -> None:
+        """A push is told to go on at byte `have`."""
+
     def answered(self, request: Request, reply: Reply) -> None:
         """A reply is on its way."""
 

@@ -178,6 +178,11 @@ class _ForgetfulUploads(SimUploads):
         return
         yield
 
+    def end(self, upload: SimUpload) -> None:
+        """Another stream may have ended it before."""
+        if upload.stream:
+            super().end(upload)
+
 
 class ForgetSuperseded(SimService):
     """Lets two streams write one upload."""

@@ -353,6 +353,10 @@ class Simulation:
         """So many bytes of a push have come, from the first."""
         self.checker.stored(request, have)
 
+    def resumed(self, request: Request, have: int) -> None:
+        """A push is told where to go on."""
+        self.checker.resumed(request, have)
+
     def answered(self, request: Request, reply: Reply) -> None:
         """A reply is on its way."""
         self.checker.answered(request, reply)
@@ -370,6 +374,7 @@ class Simulation:
         """A coordinator that was told to stop has nobody left to wait for: it ends, and is started again."""
         if self.coordinator:
             self.say("the coordinator ends")
+            self.checker.crashed()
             self.coordinator.kill()
             self.coordinator = None
             self.world.at(self.world.rng.uniform(0.5, 4.0), self._start_coordinator)

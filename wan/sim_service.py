@@ -139,7 +139,9 @@ class SimService(SimCoordinator):
         if receipt:
             return replace(receipt, settled=True)
         upload = self.uploads.find(key_of(request), request.total_bytes)
-        return Reply(have_bytes=upload.open() if upload else 0)
+        have = upload.open() if upload else 0
+        self.watcher.resumed(request, have)
+        return Reply(have_bytes=have)
 
     def _push(self, request: Request, line: Line) -> Work[Reply]:
         """Takes one rank's part of a contribution, or of the first parameters, as `Bulk.push` does."""
