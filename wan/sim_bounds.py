@@ -50,6 +50,9 @@ class Bounds:
     def stored(self, request: Request, have: int) -> None:
         """So many bytes of a push have come, from the first."""
         key = key_of(request)
+        digest, before = self._stored.get(key.slot, ("", 0))
+        if digest == key.digest and have < before:
+            self.violate("I11", f"{before} bytes of {key} had come, and now {have}")
         self._stored[key.slot] = key.digest, have
 
     def answered(self, request: Request, reply: Reply) -> None:

@@ -22,15 +22,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from coordinator import recovery
-from coordinator.facts import Entry
+from coordinator.facts import Committed, Entry
 from coordinator.fold import Outer, fold
+from coordinator.inbox import Inbox
 from coordinator.ledger import Row
 from coordinator.results import Outcome
+from coordinator.store import UPDATES_KEPT
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
 from diloco.digest import show
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, Expired
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece
 from diloco.merge import shares
@@ -155,6 +159,8 @@ class Checker:
             self.violate("I8", f"a part of {key} is taken, and the island's epoch is {self._epochs.get(key.island)}")
         if body["rank"] in self._parts[key]:
             self.violate("I1", f"rank {body['rank']}'s part of {key} is recorded twice")
+        if xxhash.xxh3_128_hexdigest(self.disk.archive[body["file"]].numpy().data) != body["digest"]:
+            self.violate("I1", f"rank {body['rank']}'s part of {key} is recorded, and its file has other bytes")
         self._parts[key][body["rank"]] = body
 
     def _accepted(self, fragment: int, round_: int, entry: Entry) -> None:
@@ -288,8 +294,10 @@ class Checker:
     def refused(self, request: Request, error: DilocoError, changes: int) -> None:
         """The coordinator has refused a request."""
         self.bounds.refused(request, error)
-        if request.method == "update" and type(error) is DilocoError:
-            self.violate("I10", f"{request.island} asks for round {request.round} of {request.fragment}: {error}")
+        if request.method == "update" and isinstance(error, Expired):
+            last = self._position[request.fragment][1]
+            if request.round >= last - UPDATES_KEPT:
+                self.violate("I10", f"{request.island} asks for round {request.round}, {last} is open: {error}")
         if changes:
             self.violate("I7", f"{request.method} of {request.island} is refused ({error}) and made {changes} changes")
 
@@ -298,6 +306,8 @@ class Checker:
     def restarted(self, coordinator: SimCoordinator) -> None:
         """A coordinator has taken up the disk: what was acknowledged is there."""
         self._since = dict.fromkeys(self._since, self.now)
+        if coordinator.state.seeded:
+            self._leads_on(coordinator.found)
         found = [(current.version, current.round) for current in coordinator.state.rounds]
         if found != self._position:
             self.violate("I5", f"the coordinator takes up rounds {found}, and the ledger says {self._position}")
@@ -355,6 +365,7 @@ class Checker:
                 self.violate("I5", f"fragment and round {at} ended {how} by the compacted ledger, and {found.ends[at]}")
         if not compacted.digests.items() <= found.digests.items():
             self.violate("I5", "the compacted ledger has other digests than all rows")
+        self._leads_on(compacted)
         for (fragment, version), digest in found.digests.items():
             if digest != show(self.digests[fragment, version]):
                 self.violate("I5", f"the ledger's digest of fragment {fragment} version {version} is another")
@@ -363,6 +374,22 @@ class Checker:
             (r.version, r.round) for r in found.state.rounds
         ] != [(r.version, r.round) for r in live.rounds]:
             self.violate("I5", "a replay of the ledger comes to another state than the coordinator's")
+
+    def _leads_on(self, found: recovery.Recovered) -> None:
+        """The ledger leads on from the oldest snapshot: all that was folded since is there to be folded again."""
+        oldest = self.disk.snapshots[0].rounds
+        for (fragment, round_), (end, _) in found.ends.items():
+            if isinstance(end, Committed) and round_ >= oldest[fragment]:
+                names = {name for name in end.shares if self._lacks(found.inbox, fragment, round_, name)}
+                if names:
+                    self.violate("I5", f"contributions of {names} to round {round_} of {fragment} are needed, and gone")
+
+    def _lacks(self, inbox: Inbox, fragment: int, round_: int, name: str) -> bool:
+        try:
+            parts = inbox.parts(fragment, round_, name)
+        except KeyError:
+            return True
+        return sum(piece.box.numel for part in parts for piece in part.pieces) != self.fragments[fragment].numel
 
     def _replay(self, rows: Iterable[Row]) -> recovery.Recovered:
         return recovery.replay((row for row in rows if row.kind != "run"), self.config, ROOT, self._archived)

@@ -29,7 +29,7 @@ from coordinator.store import UPDATES_KEPT
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
 from diloco.digest import show
-from diloco.errors import DigestMismatch, DilocoError
+from diloco.errors import DigestMismatch, DilocoError, InputError
 from diloco.fragments import Fragment
 from diloco.layout import Box, Layout, Piece
 from wan.sim_disk import Disk, MemoryStored, Saved
@@ -102,6 +102,8 @@ class SimCoordinator(Owner):
         else:
             found.forget(disk.snapshots[0].rounds)
             found.over(disk.snapshots[-1].outers, disk.snapshots[-1].rounds)
+        self.found = found
+        """Where it takes the run up."""
         self.state = revive(found.state, self.clock())
         self.fragments: tuple[Fragment, ...] = found.fragments
         self.layout: Layout | None = found.layout
@@ -322,7 +324,10 @@ class SimCoordinator(Owner):
     def compute(self, decision: Committed) -> tuple[Outer, Tensor]:
         """What a committed round comes to."""
         key, outer = (decision.fragment, decision.round), self.outers[decision.fragment]
-        parts = {island: [stored.part() for stored in self.inbox.parts(*key, island)] for island in decision.shares}
+        try:
+            parts = {island: [stored.part() for stored in self.inbox.parts(*key, island)] for island in decision.shares}
+        except KeyError as error:
+            raise InputError(f"round {decision.round} of fragment {decision.fragment} lacks {error}") from error
         chart = self.fragments[decision.fragment]
         return fold(chart, outer, parts, decision.shares, self.config.outer, self.down)
 

@@ -61,7 +61,7 @@ class Partial:
         """Either file keeps a beginning, or its size with other bytes at the end."""
         size = len(self.data)
         kept = rng.randint(0, size)
-        if rng.random() < 0.5:
+        if rng.random() < 0.3:
             del self.data[kept:]
         else:
             self.data[kept:] = rng.randbytes(size - kept)
@@ -161,7 +161,7 @@ class Disk:
         for name in sorted(self.partials):
             if rng.random() < 0.2:
                 del self.partials[name]
-            elif rng.random() < 0.7:  # a process that is killed loses nothing; a machine does
+            elif rng.random() < 0.9:  # a process that is killed loses nothing; a machine does
                 self.partials[name].crash(rng)
         self.changes += 1
         if rng.random() < 0.3 and not self.failing:

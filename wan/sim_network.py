@@ -13,6 +13,9 @@ from wan.sim_world import Process, World
 STREAM_SHARE = 0.3
 """Longest pause between two messages of a stream, as a share of the longest delay."""
 
+TEAR_S = 0.15
+"""Longest that a connection that breaks outlives its request."""
+
 
 @dataclass(kw_only=True)
 class Weather:
@@ -70,11 +73,21 @@ class Network:
             line = Line()
             process = coordinator.serve(request, back, line)
             served.append((coordinator, process))
+            torn = self.weather.torn and self.world.rng.random() < self.weather.torn
+
+            def tear() -> None:
+                if torn:
+                    self.world.at(self.world.rng.random() * TEAR_S, process.cancel)
+
+            def end() -> None:
+                line.put(None)
+                tear()
+
             if request.method == "push":
                 cut = process.cancel if self.world.rng.random() < 0.5 else lambda: None  # or nobody notices
-                self._pour(island, request.messages, line.put, cut, lambda: line.put(None))
-            if self.weather.torn and self.world.rng.random() < self.weather.torn:
-                self.world.at(self.world.rng.random() * 0.1, process.cancel)
+                self._pour(island, request.messages, line.put, cut, end)
+            else:
+                tear()
 
         def abandon() -> None:
             for _, process in served:

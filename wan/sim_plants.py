@@ -14,7 +14,8 @@ from coordinator.facts import Committed, Fact, Standing
 from coordinator.fold import Outer, fold
 from coordinator.intake import Intake
 from coordinator.run import Run
-from coordinator.state import State
+from coordinator.state import State, with_member
+from coordinator.upload import Key
 from diloco.config import RunConfig
 from diloco.errors import StaleEpoch
 from diloco.replica import Position
@@ -23,9 +24,9 @@ from wan.sim_disk import Disk
 from wan.sim_island import SimIsland, Stand
 from wan.sim_link import SimLink
 from wan.sim_service import SimService
-from wan.sim_stream import SimUpload, SimUploads
+from wan.sim_stream import SimUpload, SimUploads, Stream
 from wan.sim_wire import Reply, Request
-from wan.sim_world import Work, World
+from wan.sim_world import Process, Work, World
 
 
 class Plant(NamedTuple):
@@ -79,14 +80,16 @@ class ForgetEpoch(SimService):
         return Intake(cast(Run, _Forgetful(self, request.island, request.epoch)))
 
     def find(self, event: rounds.Event) -> tuple[State, list[Fact]]:
-        """Takes an event of an old epoch for one of the current."""
+        """Takes a contribution of an old epoch as if that were the current one."""
         try:
             return super().find(event)
         except StaleEpoch:
             if not isinstance(event, rounds.Contributed) or event.entry.island not in self.state.members:
                 raise
-            current = self.state.members[event.entry.island].epoch
-            return super().find(replace(event, entry=replace(event.entry, epoch=current)))
+            member = self.state.members[event.entry.island]
+            renewed = replace(member, epoch=event.entry.epoch, standing=Standing.ACTIVE, dismissed=False)
+            state, found = rounds.step(with_member(self.state, renewed), event, self.clock())
+            return with_member(state, member), found
 
 
 class StaleDivisor(SimService):
@@ -171,17 +174,15 @@ class TrustUnsyncedPartial(SimService):
 
 
 class _ForgetfulUploads(SimUploads):
-    def supersede(self, key: Any) -> Work[None]:
-        """Forgets that there is another stream."""
-        if upload := self.uploads.get(key.slot):
-            upload.stream = None
-        return
-        yield
+    def supersede(self, key: Key) -> Work[None]:
+        """Lets the older stream go on."""
+        yield 0.0
 
-    def end(self, upload: SimUpload) -> None:
-        """Another stream may have ended it before."""
-        if upload.stream:
-            super().end(upload)
+    def begin(self, key: Key, total_bytes: int, process: Process) -> tuple[SimUpload, Stream]:
+        """Has each stream keep its own account of what has come."""
+        upload = self.uploads[key.slot] = SimUpload(self.disk, key, total_bytes)
+        upload.stream = stream = Stream(process)
+        return upload, stream
 
 
 class ForgetSuperseded(SimService):

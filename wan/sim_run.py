@@ -33,6 +33,8 @@ CALM_S = 600.0
 QUIET_S = 5.0
 """How long no request has come before a run that is done counts as over: late copies must change nothing."""
 MOST_EVENTS = 60_000
+CHUNK = "chunk written"
+"""The point after a chunk of a push."""
 LAYOUT = Layout(
     [
         TensorSpec("layers.0.w", (4, 3)),
@@ -134,6 +136,10 @@ class Simulation:
         self.events = self.points = self.sessions_failed = 0
         self._doom: set[int] = set()
         """Numbers of the points at which the coordinator is killed."""
+        self._pauses = 0.0
+        """Share of contributions after which the run is paused."""
+        self._chunks, self._doom_chunks = 0, set[int]()
+        """Chunks that were written, and after which of them it is killed."""
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -213,7 +219,7 @@ class Simulation:
         self.coordinator = None
         self.durable(self.disk.crash(self.world.rng))
         self.checker.crashed()
-        if len(self.disk.snapshots) > 1 and self.world.rng.random() < 0.3:
+        if len(self.disk.snapshots) > 1 and self.world.rng.random() < 0.4:
             self.say("the newest snapshot is damaged")
             self.disk.snapshots.pop()
         self.world.at(down_s, self._start_coordinator)
@@ -242,22 +248,24 @@ class Simulation:
             double=rng.choice((0.0, 0.1, 0.3)),
             corrupt=rng.choice((0.0, 0.0, 0.1)),
             poison=rng.choice((0.0, 0.0, 0.0, 0.1)),
-            torn=rng.choice((0.0, 0.0, 0.05)),
+            torn=rng.choice((0.0, 0.0, 0.05, 0.3)),
             cut=rng.choice((0.0, 0.0, 0.1, 0.25)),
             delay_s=rng.choice((0.02, 0.2, 1.0)),
         )
+        self._pauses = rng.choice((0.0, 0.0, 0.1))
+        self._doom_chunks = {rng.randint(2, 60) for _ in range(rng.choice((0, 0, 1, 3)))}
         self._doom = {rng.randint(10, 400) for _ in range(rng.choice((0, 1, 2, 4)))}
 
         def incident() -> None:
             if self.world.now >= active:
                 return
-            shape, kind = rng.choice(self.shapes), rng.randrange(14)
+            shape, kind = rng.choice(self.shapes), rng.randrange(16)
             island = self.islands.get(shape.id)
             if kind == 0:
                 self.crash_coordinator(rng.uniform(0.1, 5.0))
             elif kind in (1, 2):
                 self._crash_island(shape, rng.uniform(0.2, 6.0))
-            elif kind == 3 and island:
+            elif kind in (3, 14) and island:
                 self.say(f"{shape.id} sleeps")
                 island.asleep_until = self.world.now + rng.uniform(0.5, 2.5) * self.config.rounds.lease_s
             elif kind == 4:
@@ -274,9 +282,8 @@ class Simulation:
                 self.say("the disk fails")
                 self.disk.failing = rng.choice(("no space left on device", "input/output error"))
                 at(rng.uniform(0.5, 10.0), lambda: setattr(self.disk, "failing", ""))
-            elif kind == 10:
-                self.command(rounds.Pause(reason="an operator wants it"))
-                at(rng.uniform(1.0, 15.0), lambda: self.command(rounds.Resume(reason="an operator wants it")))
+            elif kind in (10, 15):
+                self._pause()
             elif kind == 11:
                 order = rounds.Drain if rng.random() < 0.5 else rounds.Kick
                 self.command(order(island=shape.id, reason="an operator wants it"))
@@ -290,8 +297,8 @@ class Simulation:
 
         def calm() -> None:
             self.say("nothing disturbs the run any more")
-            self.network.weather, self._doom, self.disk.failing = Weather(), set(), ""
-            self.disk.free_bytes = FREE_BYTES
+            self.network.weather, self._doom, self._doom_chunks, self.disk.failing = Weather(), set(), set(), ""
+            self.disk.free_bytes, self._pauses = FREE_BYTES, 0.0
             resume()
             self.network.cut.clear()
             for island in self.islands.values():
@@ -305,6 +312,12 @@ class Simulation:
         if rng.random() < 0.9:
             at(rng.uniform(0.5, 6.0), incident)
         at(active, calm)
+
+    def _pause(self) -> None:
+        """An operator pauses the run for a while."""
+        rng = self.world.rng
+        self.command(rounds.Pause(reason="an operator wants it"))
+        self.world.at(rng.uniform(1.0, 30.0), lambda: self.command(rounds.Resume(reason="an operator wants it")))
 
     def command(self, event: rounds.Event) -> None:
         """An operator has the coordinator take an event, if there is one."""
@@ -328,7 +341,8 @@ class Simulation:
     def point(self, label: str) -> None:
         """The coordinator may be killed between two operations."""
         self.points += 1
-        if self.points in self._doom:
+        self._chunks += label == CHUNK
+        if self.points in self._doom or (label == CHUNK and self._chunks in self._doom_chunks):
             self.say(f"point {self.points}: {label}")
             self.crash_coordinator(self.world.rng.uniform(0.1, 5.0))
 
@@ -336,6 +350,8 @@ class Simulation:
         """Rows of the ledger cannot be lost any more."""
         self.checker.now = self.world.now
         for kind, body in rows:
+            if kind == "accepted" and self.world.rng.random() < self._pauses:  # while a round is open
+                self.world.at(0.1, self._pause)
             self.say(f"ledger: {kind} { {k: v for k, v in body.items() if k != 'pieces'} }")
             self.checker.row(kind, body)
 

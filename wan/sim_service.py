@@ -175,6 +175,7 @@ class SimService(SimCoordinator):
 
     def _receive(self, request: Request, upload: SimUpload, stream: Stream, line: Line) -> Work[Reply]:
         have, told, mine = upload.open(), -PROGRESS_S, self.served[stream.process]
+        self.watcher.stored(request, have)
         if request.first_byte > have:
             raise Expired(f"{have} bytes of this push are here, not {request.first_byte}: ask Resume, and go on there")
         while (message := (yield from line.take())) is not None:

@@ -91,7 +91,7 @@ class SimUpload:
             return False
         self.disk.check()
         file = self.file
-        file.data[have:] = fresh
+        file.data[have : have + len(fresh)] = fresh
         file.sums.append((have, len(fresh), xxhash.xxh3_64_intdigest(fresh, seed=have)))
         self._assembly.have += len(fresh)
         return True
