@@ -107,6 +107,8 @@ class Bounds:
                 self.violate("I6", f"versions {versions} of the anchor of fragment {fragment} are kept")
 
     def _files(self, coordinator: SimCoordinator) -> None:
+        for slot in [s for s in self._stored if s not in coordinator.uploads.uploads and coordinator.intake.over(s)]:
+            del self._stored[slot]
         snapshot, fragments = self.config.snapshot, len(coordinator.fragments)
         late = self.config.rounds.late_window
         kept = (snapshot.keep + 1) * snapshot.every_rounds + (2 + late) * fragments + self.skipped

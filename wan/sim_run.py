@@ -136,6 +136,8 @@ class Simulation:
         self.events = self.points = self.sessions_failed = 0
         self._doom: set[int] = set()
         """Numbers of the points at which the coordinator is killed."""
+        self._active = 0.0
+        """When nothing goes wrong any more."""
         self._pauses = 0.0
         """Share of contributions after which the run is paused."""
         self._chunks, self._doom_chunks = 0, set[int]()
@@ -252,7 +254,8 @@ class Simulation:
             cut=rng.choice((0.0, 0.0, 0.1, 0.25)),
             delay_s=rng.choice((0.02, 0.2, 1.0)),
         )
-        self._pauses = rng.choice((0.0, 0.0, 0.1))
+        self._active = active
+        self._pauses = rng.choice((0.0, 0.0, 0.4))
         self._doom_chunks = {rng.randint(2, 60) for _ in range(rng.choice((0, 0, 1, 3)))}
         self._doom = {rng.randint(10, 400) for _ in range(rng.choice((0, 1, 2, 4)))}
 
@@ -316,6 +319,8 @@ class Simulation:
     def _pause(self) -> None:
         """An operator pauses the run for a while."""
         rng = self.world.rng
+        if self.world.now >= self._active:
+            return
         self.command(rounds.Pause(reason="an operator wants it"))
         self.world.at(rng.uniform(1.0, 30.0), lambda: self.command(rounds.Resume(reason="an operator wants it")))
 
