@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,8 @@ class Result:
     """Digest of everything that happened, in order."""
     seconds: float
     """Virtual."""
-    sessions_failed: int
+    seen: tuple[tuple[str, int], ...]
+    """How often something happened: points passed, refusals by their kind, and what islands went through."""
 
 
 def configure(rng: random.Random, islands: int) -> RunConfig:
@@ -133,7 +135,9 @@ class Simulation:
         self.checker = Checker(self.config, self.fragments, self.disk, ranks)
         self.coordinator: SimService | None = None
         self.islands: dict[str, SimIsland] = {}
-        self.events = self.points = self.sessions_failed = 0
+        self._lives: list[SimIsland] = []
+        self.events = self.points = 0
+        self.seen: Counter[str] = Counter()
         self._doom: set[int] = set()
         """Numbers of the points at which the coordinator is killed."""
         self._active = 0.0
@@ -165,12 +169,15 @@ class Simulation:
         for owner in (self.coordinator, *self.islands.values()):
             if owner:
                 owner.kill()
+        for island in self._lives:
+            self.seen["joined again in place"] += island.rejoins
+            self.seen["applied late"] += island.late
         return Result(
             seed=self.seed,
             violations=tuple(self.checker.violations),
             trace=self._hash.hexdigest(),
             seconds=self.world.now,
-            sessions_failed=self.sessions_failed,
+            seen=tuple(sorted(self.seen.items())),
         )
 
     @property
@@ -231,6 +238,7 @@ class Simulation:
         self.islands[shape.id] = self._island_kind(
             shape, self.world, self, self.config, LAYOUT, self.fragments, self.chunk_bytes
         )
+        self._lives.append(self.islands[shape.id])
 
     def _crash_island(self, shape: Shape, down_s: float) -> None:
         island = self.islands.get(shape.id)
@@ -346,6 +354,7 @@ class Simulation:
     def point(self, label: str) -> None:
         """The coordinator may be killed between two operations."""
         self.points += 1
+        self.seen[label] += 1
         self._chunks += label == CHUNK
         if self.points in self._doom or (label == CHUNK and self._chunks in self._doom_chunks):
             self.say(f"point {self.points}: {label}")
@@ -376,6 +385,7 @@ class Simulation:
 
     def resumed(self, request: Request, have: int) -> None:
         """A push is told where to go on."""
+        self.seen["resumed"] += have > 0
         self.checker.resumed(request, have)
 
     def answered(self, request: Request, reply: Reply) -> None:
@@ -384,6 +394,7 @@ class Simulation:
 
     def refused(self, request: Request, error: DilocoError, changes: int) -> None:
         """A refusal is on its way."""
+        self.seen[type(error).__name__] += 1
         self.say(f"{request.method} of {request.island} is refused: {error}")
         self.checker.refused(request, error, changes)
 
@@ -416,5 +427,5 @@ class Simulation:
 
     def session_failed(self, island: str, error: DilocoError) -> None:
         """An island joins again."""
-        self.sessions_failed += 1
+        self.seen["session failed"] += 1
         self.say(f"{island} gives up its session: {type(error).__name__}: {error}")
