@@ -13,6 +13,7 @@ I8  nothing counts that came under an epoch that was over
 I9  once nothing disturbs it any more, the run ends
 I10 the updates of a fragment's last rounds stay to be fetched, across crashes
 I11 a request is answered within a bound, and what has come of a push need not come again
+I12 nobody hears of what is not durable
 """
 
 from __future__ import annotations
@@ -282,6 +283,8 @@ class Checker:
 
     def published(self, fragment: int, round_: int, outcome: Outcome) -> None:
         """The coordinator has published how a round ended."""
+        if (fragment, round_) not in self._ends:
+            self.violate("I12", f"islands hear how round {round_} of fragment {fragment} ended before the ledger does")
         self._same_digest(fragment, outcome.version, outcome.digest, "the coordinator")
 
     def answered(self, request: Request, reply: Reply) -> None:
@@ -289,6 +292,9 @@ class Checker:
         self.bounds.answered(request, reply)
         push = request.method == "push" or reply.settled
         if push and not request.seed and not reply.dropped:
+            key = Key(request.island, request.epoch, request.fragment, request.round)
+            if request.rank not in self._parts[key]:
+                self.violate("I12", f"rank {request.rank}'s part of {key} has a receipt and is not in the ledger")
             self._acked[Key(request.island, request.epoch, request.fragment, request.round)].add(request.rank)
 
     def refused(self, request: Request, error: DilocoError, changes: int) -> None:

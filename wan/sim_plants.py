@@ -227,6 +227,13 @@ class _OtherVersion(SimService):
         pin, _ = super().pinned(replace(request, first_byte=0))
         return pin, request.first_byte
 
+    def sent(self, request: Request, reply: Reply, payload: Tensor, codec: str, first: int) -> Work[Reply]:
+        """Goes on with the update of whatever round is found first."""
+        if first and request.method == "update":
+            others = [name for name in self.disk.files if name.startswith(f"update-{request.fragment}-")]
+            payload = self.disk.files[others[0]]
+        return (yield from super().sent(request, reply, payload, codec, first))
+
 
 class _AnySame(SimLink):
     def same(self, reply: Reply, other: Reply) -> bool:

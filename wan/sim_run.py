@@ -259,7 +259,7 @@ class Simulation:
             corrupt=rng.choice((0.0, 0.0, 0.1)),
             poison=rng.choice((0.0, 0.0, 0.0, 0.1)),
             torn=rng.choice((0.0, 0.0, 0.05, 0.3)),
-            cut=rng.choice((0.0, 0.0, 0.1, 0.25)),
+            cut=rng.choice((0.0, 0.0, 0.1, 0.4)),
             delay_s=rng.choice((0.02, 0.2, 1.0)),
         )
         self._active = active

@@ -255,13 +255,13 @@ class SimService(SimCoordinator):
         if outcome.update is None:
             return reply
         payload = self.disk.files[outcome.update.name]
-        return (yield from self._sent(request, reply, payload, self.down.name, request.first_byte))
+        return (yield from self.sent(request, reply, payload, self.down.name, request.first_byte))
 
     def _anchor(self, request: Request) -> Work[Reply]:
         self.lease(request)
         pin, first_byte = self.pinned(request)
         reply = Reply(outcome="anchor", version=pin.version, round=pin.ended, digest=pin.digest)
-        return (yield from self._sent(request, reply, pin.anchor.view(torch.uint8), "fp32", first_byte))
+        return (yield from self.sent(request, reply, pin.anchor.view(torch.uint8), "fp32", first_byte))
 
     def pinned(self, request: Request) -> tuple[Pinned, int]:
         """The anchor that a request means, and the byte from which it is sent."""
@@ -270,7 +270,7 @@ class SimService(SimCoordinator):
         pin = self.anchors.ask(fragment, current, request.version if request.first_byte else None)
         return pin, request.first_byte if pin.version == request.version else 0
 
-    def _sent(self, request: Request, reply: Reply, payload: Tensor, codec: str, first: int) -> Work[Reply]:
+    def sent(self, request: Request, reply: Reply, payload: Tensor, codec: str, first: int) -> Work[Reply]:
         """A header with the chunks of its payload, from byte `first`."""
         parts = list(select(self.fragments[request.fragment], payload, request.pieces, CODECS[codec]))
         total = sum(part.numel() for part in parts)

@@ -5,7 +5,7 @@
 
 The coordinator's `rounds`, `facts`, `recovery`, `compaction`, `Inbox`, `Intake`, `Admission`, `Anchors` and `fold`, the
 island's `Replica` and `Schedule`, and the framing of streams are those that serve. Only clocks, disks and the network
-are simulated (`sim_world`, `sim_disk`, `sim_network`, `sim_wire`), and the shells around the cores have synchronous twins:
+are simulated (`sim_world`, `sim_disk`, `sim_network`, `sim_wire`), and the shells around them have synchronous twins:
 `sim_coordinator`, `sim_service` and `sim_stream`, `sim_island` and `sim_link`. `sim_checker` and `sim_bounds` say what
 must hold, `sim_plants` what is to be found, and `sim_run` plays the adversary.
 """
