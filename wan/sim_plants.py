@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from coordinator import facts, rounds
-from coordinator.anchors import Pinned
 from coordinator.facts import Committed, Fact, Standing
 from coordinator.fold import Outer, fold
 from coordinator.intake import Intake
@@ -22,7 +21,6 @@ from diloco.replica import Position
 from wan.sim_coordinator import Row, Watcher
 from wan.sim_disk import Disk
 from wan.sim_island import SimIsland, Stand
-from wan.sim_link import SimLink
 from wan.sim_service import SimService
 from wan.sim_stream import SimUpload, SimUploads, Stream
 from wan.sim_wire import Reply, Request
@@ -221,30 +219,6 @@ class CompactTooFar(SimService):
         return self.disk.snapshots[-1].rounds
 
 
-class _OtherVersion(SimService):
-    def pinned(self, request: Request) -> tuple[Pinned, int]:
-        """Goes on at the byte that is asked for, whatever the version is now."""
-        pin, _ = super().pinned(replace(request, first_byte=0))
-        return pin, request.first_byte
-
-    def sent(self, request: Request, reply: Reply, payload: Tensor, codec: str, first: int) -> Work[Reply]:
-        """Goes on with the update of whatever round is found first."""
-        if first and request.method == "update":
-            others = [name for name in self.disk.files if name.startswith(f"update-{request.fragment}-")]
-            payload = self.disk.files[others[0]]
-        return (yield from super().sent(request, reply, payload, codec, first))
-
-
-class _AnySame(SimLink):
-    def same(self, reply: Reply, other: Reply) -> bool:
-        """Takes what comes."""
-        return True
-
-
-class _AnyVersion(SimIsland):
-    link_kind = _AnySame
-
-
 class SilentNewcomer(SimIsland):
     """Only waits for a round whose send step it missed."""
 
@@ -281,7 +255,6 @@ PLANTS: dict[str, Plant] = {
     "late-counts-twice": Plant(coordinator=LateCountsTwice),
     "ignore-pause": Plant(coordinator=IgnorePause),
     "compact-too-far": Plant(coordinator=CompactTooFar),
-    "resume-other-version": Plant(coordinator=_OtherVersion, island=_AnyVersion),
     "silent-newcomer": Plant(island=SilentNewcomer),
     "keep-training-from-unknown-anchor": Plant(island=UnknownAnchor),
 }
