@@ -43,6 +43,10 @@ class Anchors:
         self._pinned[fragment] = [*([older] if older else []), *([pinned] if found is current else latest)]
         return pinned
 
+    def versions(self, fragment: int) -> list[int]:
+        """The versions of a fragment that are kept."""
+        return [pin.version for pin in self._pinned.get(fragment, [])]
+
     def expire(self) -> None:
         """Lets go of what nobody has asked for in `keep_s`."""
         for fragment in list(self._pinned):

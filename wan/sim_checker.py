@@ -3,36 +3,47 @@
 I1  an acknowledged contribution is folded exactly once, or recorded as dropped or skipped with a reason
 I2  versions grow by one, and no island sees one go back within an epoch
 I3  everybody who reports a version of a fragment holds the same digest, across crashes
-I4  every round ends by its hard deadline or the run is paused, the coordinator's downtime excluded
-I5  replaying the ledger from its beginning reproduces all digests and the state
-I6  files of contributions and outcomes in memory stay bounded, and no file is left behind
+I4  every round ends by its hard deadline, the coordinator's downtime and its disk's excluded; while the run is paused
+    none ends by the clock
+I5  replaying all rows that ever became durable reproduces all digests and the state, and so does the compacted ledger
+I6  files, uploads under way, pinned anchors and outcomes in memory stay bounded, no file is left behind, and streams
+    and bytes stay within `[limits]`
 I7  a refused request changes nothing
 I8  nothing counts that came under an epoch that was over
 I9  once nothing disturbs it any more, the run ends
-    I10 the updates of a fragment's last rounds stay to be fetched, across crashes
+I10 the updates of a fragment's last rounds stay to be fetched, across crashes
+I11 a request is answered within a bound, and what has come of a push need not come again
+I12 nobody hears of what is not durable
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from coordinator import recovery
-from coordinator.facts import Entry
+from coordinator.facts import Committed, Entry
 from coordinator.fold import Outer, fold
+from coordinator.inbox import Inbox
+from coordinator.ledger import Row
 from coordinator.results import Outcome
 from coordinator.store import UPDATES_KEPT
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
 from diloco.digest import show
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, Expired
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece
 from diloco.merge import shares
 from diloco.schedule import Schedule
-from wan.sim_coordinator import ROOT, TICK_S, Reply, Request, SimCoordinator
-from wan.sim_world import Disk, MemoryStored
+from wan.sim_bounds import Bounds
+from wan.sim_coordinator import ROOT, TICK_S, SimCoordinator
+from wan.sim_disk import Disk, MemoryStored
+from wan.sim_wire import Reply, Request
 
 SLACK_S = 1.5
 """What ending a round may take beyond its deadline and a tick: the disk, and requests that were first."""
@@ -91,7 +102,11 @@ class Checker:
         self._since: dict[int, float] = {}
         self._acked: dict[Key, set[int]] = defaultdict(set)
         self._seen: dict[tuple[str, int, int], int] = {}
-        self._skipped = self._looked = 0
+        self._history: list[tuple[str, dict[str, Any]]] = []
+        """All rows in the order they became durable: the ledger itself is compacted."""
+        self._paused = False
+        self._failing_until = 0.0
+        self.bounds = Bounds(config, disk, max(max(counts) for counts in senders.values()), self.violate)
 
     def violate(self, invariant: str, words: str) -> None:
         """Records a violation."""
@@ -101,7 +116,10 @@ class Checker:
 
     def row(self, kind: str, body: dict[str, Any]) -> None:
         """A row has become durable."""
+        self._history.append((kind, body))
         match kind:
+            case "paused":
+                self._paused = True
             case "admitted":
                 self._epochs[body["island"]] = body["epoch"]
             case "gone":
@@ -110,6 +128,7 @@ class Checker:
                 self.outers = list(self._genesis)
                 self.digests = {(f, 0): outer.digest for f, outer in enumerate(self.outers)}
             case "resumed":
+                self._paused = False
                 self._since = dict.fromkeys(self._since, self.now)
             case "part":
                 self._part(body)
@@ -122,12 +141,18 @@ class Checker:
                 if body["spoiled"]:
                     self._since.setdefault(body["fragment"], self.now)
             case "committed":
+                self._by_the_clock(body)
                 self._ended(body["fragment"], body["round"], body["version"], body["shares"])
             case "skipped" | "aborted":
-                self._skipped += 1
+                self.bounds.skipped += 1
+                self._by_the_clock(body)
                 self._ended(body["fragment"], body["round"], None, None)
             case "folded":
                 self._folded(body)
+
+    def _by_the_clock(self, body: dict[str, Any]) -> None:
+        if self._paused and " within " in body["reason"]:
+            self.violate("I4", f"fragment {body['fragment']} ends a round in a paused run: {body['reason']}")
 
     def _part(self, body: dict[str, Any]) -> None:
         key = Key(body["island"], body["epoch"], body["fragment"], body["round"])
@@ -135,6 +160,8 @@ class Checker:
             self.violate("I8", f"a part of {key} is taken, and the island's epoch is {self._epochs.get(key.island)}")
         if body["rank"] in self._parts[key]:
             self.violate("I1", f"rank {body['rank']}'s part of {key} is recorded twice")
+        if xxhash.xxh3_128_hexdigest(self.disk.archive[body["file"]].numpy().data) != body["digest"]:
+            self.violate("I1", f"rank {body['rank']}'s part of {key} is recorded, and its file has other bytes")
         self._parts[key][body["rank"]] = body
 
     def _accepted(self, fragment: int, round_: int, entry: Entry) -> None:
@@ -230,23 +257,53 @@ class Checker:
         self._seen[island, epoch, fragment] = version
         self._same_digest(fragment, version, digest, island)
 
+    def based(self, island: str, fragment: int, version: int, digest: int) -> None:
+        """An island contributes from a version."""
+        self._same_digest(fragment, version, digest, f"{island}, which contributes from it")
+
+    def mismatched(self, island: str, fragment: int, version: int) -> None:
+        """What an island has fetched, every chunk with its checksum, is not what the coordinator named."""
+        self.violate("I3", f"{island} has fetched fragment {fragment} version {version} with other bits")
+
+    def crashed(self) -> None:
+        """The coordinator is killed: of what is not synced anything may be lost."""
+        self.bounds.crashed()
+
+    def stored(self, request: Request, have: int) -> None:
+        """So many bytes of a push have come, from the first."""
+        self.bounds.stored(request, have)
+
+    def resumed(self, request: Request, have: int) -> None:
+        """A push is told to go on at byte `have`."""
+        self.bounds.resumed(request, have)
+
     def planted(self, outers: list[Outer]) -> None:
         """The coordinator has written first parameters; they count once the ledger says so."""
         self._genesis = outers
 
     def published(self, fragment: int, round_: int, outcome: Outcome) -> None:
         """The coordinator has published how a round ended."""
+        if (fragment, round_) not in self._ends:
+            self.violate("I12", f"islands hear how round {round_} of fragment {fragment} ended before the ledger does")
         self._same_digest(fragment, outcome.version, outcome.digest, "the coordinator")
 
     def answered(self, request: Request, reply: Reply) -> None:
         """The coordinator has sent a reply."""
-        if request.method == "push" and not request.seed and not reply.dropped:
+        self.bounds.answered(request, reply)
+        push = request.method == "push" or reply.settled
+        if push and not request.seed and not reply.dropped:
+            key = Key(request.island, request.epoch, request.fragment, request.round)
+            if request.rank not in self._parts[key]:
+                self.violate("I12", f"rank {request.rank}'s part of {key} has a receipt and is not in the ledger")
             self._acked[Key(request.island, request.epoch, request.fragment, request.round)].add(request.rank)
 
     def refused(self, request: Request, error: DilocoError, changes: int) -> None:
         """The coordinator has refused a request."""
-        if request.method == "update" and type(error) is DilocoError:
-            self.violate("I10", f"{request.island} asks for round {request.round} of {request.fragment}: {error}")
+        self.bounds.refused(request, error)
+        if request.method == "update" and isinstance(error, Expired):
+            last = self._position[request.fragment][1]
+            if request.round >= last - UPDATES_KEPT:
+                self.violate("I10", f"{request.island} asks for round {request.round}, {last} is open: {error}")
         if changes:
             self.violate("I7", f"{request.method} of {request.island} is refused ({error}) and made {changes} changes")
 
@@ -255,6 +312,8 @@ class Checker:
     def restarted(self, coordinator: SimCoordinator) -> None:
         """A coordinator has taken up the disk: what was acknowledged is there."""
         self._since = dict.fromkeys(self._since, self.now)
+        if coordinator.state.seeded:
+            self._leads_on(coordinator.found)
         found = [(current.version, current.round) for current in coordinator.state.rounds]
         if found != self._position:
             self.violate("I5", f"the coordinator takes up rounds {found}, and the ledger says {self._position}")
@@ -276,22 +335,14 @@ class Checker:
         """After every event."""
         if coordinator is None:
             return
-        limit = self.config.rounds.deadline_s + TICK_S + SLACK_S
+        if self.disk.failing:
+            self._failing_until = self.now
+        deadline_s, slack_s = self.config.rounds.deadline_s, TICK_S + SLACK_S
         for fragment, since in self._since.items():
-            if self.now - since > limit and not coordinator.state.paused:
+            if self.now > max(since + deadline_s, self._failing_until) + slack_s and not coordinator.state.paused:
                 self.violate("I4", f"the round of fragment {fragment} is open for {self.now - since:.1f} s")
                 self._since[fragment] = float("inf")
-        if self._looked == self.disk.changes:
-            return
-        self._looked = self.disk.changes
-        snapshot, rounds_ = self.config.snapshot, len(self.fragments)
-        late = self.config.rounds.late_window
-        kept = snapshot.keep * snapshot.every_rounds + (2 + late) * rounds_ + self._skipped
-        files = sum(name.startswith("f") for name in self.disk.files)
-        if files > kept * sum(max(counts) for counts in self.senders.values()):
-            self.violate("I6", f"{files} files of contributions are kept")
-        if len(coordinator.outcomes) > rounds_ * UPDATES_KEPT:
-            self.violate("I6", f"{len(coordinator.outcomes)} outcomes are in memory")
+        self.bounds.each(coordinator, self.now)
 
     def end(self, coordinator: SimCoordinator | None, finished: bool, why: str) -> None:
         """At the end of the run."""
@@ -307,7 +358,20 @@ class Checker:
                 fragment, round_ = (int(part[1:]) for part in name.split("-")[:2])
                 if round_ < oldest[fragment] - late:
                     self.violate("I6", f"file {name} is left behind")
-        found = recovery.replay(self.disk.rows(), self.config, ROOT, self._archived)
+        whole = [Row(seq=seq, at=0.0, kind=kind, body=body) for seq, (kind, body) in enumerate(self._history, 1)]
+        try:
+            found, compacted = self._replay(whole), self._replay(self.disk.rows())
+        except DilocoError as error:
+            self.violate("I5", f"the ledger cannot be replayed: {error}")
+            return
+        if found.state != compacted.state:
+            self.violate("I5", "the compacted ledger comes to another state than all rows")
+        for at, how in compacted.ends.items():
+            if found.ends[at] != how:
+                self.violate("I5", f"fragment and round {at} ended {how} by the compacted ledger, and {found.ends[at]}")
+        if not compacted.digests.items() <= found.digests.items():
+            self.violate("I5", "the compacted ledger has other digests than all rows")
+        self._leads_on(compacted)
         for (fragment, version), digest in found.digests.items():
             if digest != show(self.digests[fragment, version]):
                 self.violate("I5", f"the ledger's digest of fragment {fragment} version {version} is another")
@@ -316,6 +380,25 @@ class Checker:
             (r.version, r.round) for r in found.state.rounds
         ] != [(r.version, r.round) for r in live.rounds]:
             self.violate("I5", "a replay of the ledger comes to another state than the coordinator's")
+
+    def _leads_on(self, found: recovery.Recovered) -> None:
+        """The ledger leads on from the oldest snapshot: all that was folded since is there to be folded again."""
+        oldest = self.disk.snapshots[0].rounds
+        for (fragment, round_), (end, _) in found.ends.items():
+            if isinstance(end, Committed) and round_ >= oldest[fragment]:
+                names = {name for name in end.shares if self._lacks(found.inbox, fragment, round_, name)}
+                if names:
+                    self.violate("I5", f"contributions of {names} to round {round_} of {fragment} are needed, and gone")
+
+    def _lacks(self, inbox: Inbox, fragment: int, round_: int, name: str) -> bool:
+        try:
+            parts = inbox.parts(fragment, round_, name)
+        except KeyError:
+            return True
+        return sum(piece.box.numel for part in parts for piece in part.pieces) != self.fragments[fragment].numel
+
+    def _replay(self, rows: Iterable[Row]) -> recovery.Recovered:
+        return recovery.replay((row for row in rows if row.kind != "run"), self.config, ROOT, self._archived)
 
     def _settled(self, key: Key) -> bool:
         where = {(key.fragment, key.round): key.island}

@@ -1,85 +1,49 @@
-"""The synchronous twin of `coordinator/run.py` and `service.py` for the simulator: the same steps, one yield apart.
+"""The synchronous twin of `coordinator/run.py` and `keeper.py` for the simulator: the same steps, one yield apart.
 
-Every point where the real coordinator waits for a disk or lets others run is a `_point`: there a crash may fall, and
+Every point where the real coordinator waits for a disk or lets others run is a `point`: there a crash may fall, and
 other requests interleave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor
 
 from coordinator import facts, recovery, rounds
-from coordinator.facts import Aborted, Carried, Committed, Ended, Entry, Fact, Skipped
+from coordinator.admission import Admission
+from coordinator.anchors import Anchors
+from coordinator.compaction import behind, replacement
+from coordinator.facts import Aborted, Carried, Committed, Ended, Fact, Skipped
 from coordinator.fold import Outer, fold
-from coordinator.inbox import SeedBed
-from coordinator.recovery import folded_row
+from coordinator.intake import Intake
+from coordinator.recovery import folded_row, run_row
 from coordinator.results import Outcome
+from coordinator.run import Run
 from coordinator.state import State, revive
 from coordinator.store import UPDATES_KEPT
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
-from diloco.errors import DilocoError
+from diloco.digest import show
+from diloco.errors import DigestMismatch, DilocoError, InputError
 from diloco.fragments import Fragment
 from diloco.layout import Box, Layout, Piece
-from wan.sim_world import Disk, Gate, Lock, MemoryStored, Owner, Saved, Work, World
+from wan.sim_disk import Disk, MemoryStored, Saved
+from wan.sim_stream import SimUploads
+from wan.sim_wire import Reply, Request, Served
+from wan.sim_world import Gate, Lock, Owner, Process, Steps, Work, World, drive
 
 ROOT = Path("disk")
 TICK_S = 1.0
 Row = tuple[str, dict[str, Any]]
 IO_S = 0.02
 """Longest that one operation of the disk takes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What an island sends: a method's name and its arguments."""
-
-    method: str
-    island: str
-    epoch: int = 0
-    rank: int = 0
-    fragment: int = 0
-    round: int = 0
-    version: int = 0
-    pieces: tuple[Piece, ...] = ()
-    codec: tuple[int, int] = (0, 0)
-    layout: Layout | None = None
-    seed: bool = False
-    reason: str = ""
-    messages: tuple[bytes, ...] = ()
-    total_bytes: int = 0
-    tokens: int = 0
-    steps: int = 0
-    step: int = 0
-    ready: bool = False
-    wait_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """What the coordinator answers."""
-
-    epoch: int = 0
-    phase: str = ""
-    step: int = 0
-    positions: tuple[tuple[int, int], ...] = ()
-    """(version, rounds ended) of each fragment; empty before the first parameters."""
-    seeder: str = ""
-    directive: str = ""
-    dropped: str = ""
-    duplicate: bool = False
-    outcome: str = ""
-    version: int = 0
-    round: int = 0
-    digest: int = 0
-    payload: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+COMPACT_ROWS = 3
+"""Rows of the ledger that must be able to go."""
 
 
 class Watcher(Protocol):
@@ -96,6 +60,12 @@ class Watcher(Protocol):
 
     def published(self, fragment: int, round_: int, outcome: Outcome) -> None:
         """Islands can hear of an outcome."""
+
+    def stored(self, request: Request, have: int) -> None:
+        """So many bytes of a push have come, from the first."""
+
+    def resumed(self, request: Request, have: int) -> None:
+        """A push is told to go on at byte `have`."""
 
     def answered(self, request: Request, reply: Reply) -> None:
         """A reply is on its way."""
@@ -121,19 +91,22 @@ class SimCoordinator(Owner):
         watcher: who is told what happens.
     """
 
+    uploads_kind: type[SimUploads] = SimUploads
+
     def __init__(self, world: World, disk: Disk, config: RunConfig, base: float, watcher: Watcher) -> None:
         super().__init__()
         self.world, self.disk, self.config, self.base, self.watcher = world, disk, config, base, watcher
-        self.began = world.now
-        found = recovery.replay(disk.rows(), config, ROOT, self.locate)
+        found = recovery.replay((row for row in disk.rows() if row.kind != "run"), config, ROOT, self.locate)
         if not found.state.seeded:
             disk.snapshots.clear()
         else:
+            found.forget(disk.snapshots[0].rounds)
             found.over(disk.snapshots[-1].outers, disk.snapshots[-1].rounds)
+        self.found = found
+        """Where it takes the run up."""
         self.state = revive(found.state, self.clock())
         self.fragments: tuple[Fragment, ...] = found.fragments
-        self.layout = found.layout
-        self.seedbed: SeedBed | None = None
+        self.layout: Layout | None = found.layout
         self.outers: list[Outer] = found.outers
         self.ended: list[int] = found.ended
         self.steps: dict[str, int] = {}
@@ -142,17 +115,27 @@ class SimCoordinator(Owner):
             for past in found.past()
             if (path := self._update(past)) is None or path.name in disk.files
         }
+        self.digests = found.digests
         self.inbox = found.inbox
         self.changed = Gate()
         self.down = CODECS[config.wire.down]
-        self.unsaved = 0
+        self.committed = self._offered = sum(outer.version for outer in self.outers)
         self._ends: list[Ended] = list(found.pending)
         self._ended_more = Gate()
         self._turn, self._worker, self._scribe = Lock(), Lock(), Lock()
+        self._waiting: Saved | None = None
+        self._snapshot_offered = Gate()
+        self.admission = Admission(config.limits)
+        self.anchors = Anchors(config.rounds.lease_s, self.clock)
+        self.uploads = self.uploads_kind(disk)
+        self.intake = Intake(cast(Run, self))
+        self.ticks = 0
+        self.served: dict[Process, Served] = {}
+        """Requests under way, and some that are done."""
         for name in [n for n in disk.files if n.startswith("f") and not self.inbox.holds(disk.file(n).path)]:
             disk.file(name).unlink()
         watcher.restarted(self)
-        for work in (self._ticks(), self._end_rounds()):
+        for work in (self._tick(), self._end_rounds(), self._keep()):
             world.spawn(work, self)
 
     def _update(self, past: recovery.Past) -> Path | None:
@@ -174,7 +157,8 @@ class SimCoordinator(Owner):
 
     # -- time, disk and threads -------------------------------------------------------------------------------------
 
-    def _point(self, label: str) -> Work[None]:
+    def point(self, label: str) -> Work[None]:
+        """A place to be killed at, and for others to run."""
         self.watcher.point(label)
         yield self.world.rng.random() * IO_S
 
@@ -182,91 +166,134 @@ class SimCoordinator(Owner):
         """Waits for work of a thread, which goes on where the waiting ends early."""
         return self.world.spawn(thread.hold(work), self, inherit=True).result()
 
-    def _to_its_end(self, work: Work[Any]) -> Work[Any]:
+    def held(self, work: Work[Any], coroutine: Coroutine[Any, Any, Any] | None = None) -> Work[Any]:
         """Waits for work that a caller who hangs up does not end."""
-        return self.world.spawn(work, self, inherit=True).result()
+        return self.world.spawn(work, self, inherit=True, coroutine=coroutine).result()
 
     def _count(self) -> None:
         if self.world.current:
             self.world.current.root.changes += 1
 
+    def _write_rows(self, rows: list[Row]) -> Work[None]:
+        yield from self.point("before the ledger")
+        self.disk.append(rows)
+        yield from self.point("ledger written")
+        self.watcher.durable(self.disk.commit())
+        yield from self.point("ledger synced")
+
+    def write_file(self, name: str, data: Tensor) -> Work[None]:
+        """Writes a file, then makes it durable."""
+        self.disk.write(name, data)
+        yield from self.point("file written")
+        self.disk.sync(name)
+        yield from self.point("file synced")
+
+    # -- what the real `Intake` asks of a run -------------------------------------------------------------------------
+
+    def in_worker(self, work: Callable[[], Any]) -> Steps[Any]:
+        """Does work in the worker thread; what it returns may be steps still to take there."""
+
+        def steps() -> Work[Any]:
+            yield from self.point("work in the thread")
+            done = work()
+            return (yield from done) if isinstance(done, Generator) else done
+
+        return Steps(self._in_thread(self._worker, steps()))
+
+    def in_turn(self, work: Callable[[], Awaitable[Any]]) -> Steps[Any]:
+        """Does work alone, and to its end also where the caller goes away."""
+
+        def alone() -> Work[Any]:
+            return (yield from drive(work()))
+
+        return Steps(self.held(self._turn.hold(alone())))
+
+    def to_its_end(self, work: Coroutine[Any, Any, Any]) -> Steps[Any]:
+        """Goes on with work also where the caller goes away."""
+        return Steps(self.held(drive(work), work))
+
+    def record(self, rows: list[Row]) -> Steps[None]:
+        """Makes rows of the ledger durable."""
+        return Steps(self._record(rows))
+
     def _record(self, rows: list[Row]) -> Work[None]:
         yield from self._in_thread(self._scribe, self._write_rows(rows))
         self._count()
 
-    def _write_rows(self, rows: list[Row]) -> Work[None]:
-        yield from self._point("before the ledger")
-        self.disk.append(rows)
-        yield from self._point("ledger written")
-        self.watcher.durable(self.disk.commit())
-        yield from self._point("ledger synced")
-
-    def _write_file(self, name: str, data: Tensor) -> Work[None]:
-        self.disk.write(name, data)
-        yield from self._point("file written")
-        self.disk.sync(name)
-        yield from self._point("file synced")
-
-    # -- events and decisions ---------------------------------------------------------------------------------------
-
-    def take(self, event: rounds.Event) -> Work[None]:
+    def take(self, event: rounds.Event) -> Steps[None]:
         """Takes one event, as `Run.take` does."""
-        yield from self._to_its_end(self._turn.hold(self._take(event)))
+        return self.in_turn(lambda: self.take_in_turn(event))
 
     def find(self, event: rounds.Event) -> tuple[State, list[Fact]]:
         """The pure core's answer to an event."""
         return rounds.step(self.state, event, self.clock())
 
-    def _take(
+    async def take_in_turn(
         self, event: rounds.Event, with_row: Row | None = None, then: Callable[[], None] | None = None
-    ) -> Work[None]:
+    ) -> None:
+        """As `take`, for work that has the turn."""
         state, found = self.find(event)
         rows = [*([with_row] if with_row else []), *(facts.encode(fact) for fact in found)]
         if rows:
-            yield from self._record(rows)
+            await self.record(rows)
         if then:
             then()
-        self._adopt(state, found)
+        self.adopt(state, found)
 
-    def _adopt(self, state: State, found: list[Fact]) -> None:
+    async def plant(self, anchors: Sequence[Tensor]) -> None:
+        """Makes the first parameters durable, then shows them."""
+
+        async def work() -> None:
+            if self.state.seeded:
+                return
+            outers = [Outer.first(f, anchor) for f, anchor in zip(self.fragments, anchors, strict=True)]
+            ended = [0] * len(outers)
+            await self.in_worker(lambda: self._first_snapshot(outers))
+            await self.take_in_turn(rounds.Seeded())
+            self.outers, self.ended = outers, ended
+
+        await self.in_turn(work)
+
+    def _first_snapshot(self, outers: list[Outer]) -> Work[None]:
+        yield from self.point("first snapshot written")
+        self.disk.check()
+        self.disk.snapshots = [Saved(outers=tuple(outers), rounds=(0,) * len(outers))]
+        self.watcher.planted(outers)
+        yield from self.point("first manifest written")
+
+    # -- decisions --------------------------------------------------------------------------------------------------
+
+    def adopt(self, state: State, found: list[Fact]) -> None:
+        """Acts on facts that are durable."""
         self.state = state
         for fact in found:
             if isinstance(fact, Ended):
                 self._ends.append(fact)
             if isinstance(fact, Skipped | Aborted):
-                self.inbox.close(fact.fragment, fact.round, keep_partial=self.config.rounds.late != "drop")
+                keep_partial = bool(self.config.rounds.late_window)
+                self.inbox.close(fact.fragment, fact.round, keep_partial=keep_partial)
             if isinstance(fact, Carried):
                 self.inbox.carry(fact.fragment, fact.round, fact.entry.island, fact.into)
         if found:
             self._ended_more.open()
             self.changed.open()
 
-    def _ticks(self) -> Work[None]:
+    def _tick(self) -> Work[None]:
         while True:
             try:
-                for fragment in range(len(self.state.rounds) if self.state.seeded else 0):
-                    yield from self._turn.hold(self.accept_whole(fragment))
+                if self.state.seeded:
+                    yield from drive(self.in_turn(self.intake.catch_up))
                 yield TICK_S
-                yield from self.take(rounds.Tick())
+                yield from drive(self.take(rounds.Tick()))
+                self.uploads.prune(self.intake.over)
+                self.anchors.expire()
+                self.ticks += 1
             except OSError:
                 yield TICK_S
             left = not any(member.present for member in self.state.members.values())
             published = all(ended == r.round for ended, r in zip(self.ended, self.state.rounds, strict=False))
             if self.state.stopping and left and published:
                 self.watcher.stopped()
-
-    def accept_whole(self, fragment: int) -> Work[None]:
-        """Enters complete contributions that do not count yet, as `Run._accept_whole` does."""
-        for round_, island, inbound in list(self.inbox.whole(fragment)):
-            member, current = self.state.members[island], self.state.rounds[fragment]
-            held = member.present and member.epoch == inbound.epoch
-            known = rounds.counted(self.state, fragment, round_, island) is not None
-            if not held or known or (round_ == current.round and island in current.refused):
-                continue
-            entry = Entry(island=island, epoch=inbound.epoch, tokens=inbound.tokens, steps=inbound.steps)
-            yield from self._take(rounds.Contributed(fragment=fragment, round=round_, entry=entry))
-            if rounds.counted(self.state, fragment, round_, island) is None:
-                self.inbox.drop(fragment, round_, island)
 
     def _end_rounds(self) -> Work[None]:
         while True:
@@ -280,8 +307,10 @@ class SimCoordinator(Owner):
                 ended = "skipped" if isinstance(decision, Skipped) else "aborted"
                 self._publish(decision, Outcome(ended, decision.reason, outer.version, outer.digest, None))
             self.changed.open()
-            if self.unsaved >= self.config.snapshot.every_rounds:
-                yield from self._until_durable(lambda: self._in_thread(self._worker, self.save()))
+            if self.committed - self._offered >= self.config.snapshot.every_rounds:
+                self._offered = self.committed
+                self._waiting = Saved(outers=tuple(self.outers), rounds=tuple(self.ended))
+                self._snapshot_offered.open()
 
     def _until_durable(self, work: Callable[[], Work[Any]]) -> Work[None]:
         while True:
@@ -295,7 +324,10 @@ class SimCoordinator(Owner):
     def compute(self, decision: Committed) -> tuple[Outer, Tensor]:
         """What a committed round comes to."""
         key, outer = (decision.fragment, decision.round), self.outers[decision.fragment]
-        parts = {island: [stored.part() for stored in self.inbox.parts(*key, island)] for island in decision.shares}
+        try:
+            parts = {island: [stored.part() for stored in self.inbox.parts(*key, island)] for island in decision.shares}
+        except KeyError as error:
+            raise InputError(f"round {decision.round} of fragment {decision.fragment} lacks {error}") from error
         chart = self.fragments[decision.fragment]
         return fold(chart, outer, parts, decision.shares, self.config.outer, self.down)
 
@@ -305,15 +337,19 @@ class SimCoordinator(Owner):
 
         def work() -> Work[Outer]:
             new, update = self.compute(decision)
-            yield from self._point("fold done")
-            yield from self._write_file(name, update)
+            yield from self.point("fold done")
+            yield from self.write_file(name, update)
             self.disk.file(f"update-{fragment}-{round_ - UPDATES_KEPT}").unlink()
             return new
 
         new = yield from self._in_thread(self._worker, work())
-        yield from self._record([folded_row(fragment, round_, new)])
+        known = self.digests.get((fragment, new.version), "")
+        if known and known != show(new.digest):
+            raise DigestMismatch(f"fragment {fragment} version {new.version} folds to other bits than before")
+        if not known:
+            yield from self._record([folded_row(fragment, round_, new)])
         self.outers[fragment] = new
-        self.unsaved += 1
+        self.committed += 1
         path = self.disk.file(name).path
         self._publish(decision, Outcome("committed", decision.reason, new.version, new.digest, path))
 
@@ -323,17 +359,63 @@ class SimCoordinator(Owner):
         self.outcomes.pop((decision.fragment, decision.round - UPDATES_KEPT), None)
         self.watcher.published(decision.fragment, decision.round, outcome)
 
-    def save(self) -> Work[None]:
-        """Takes a snapshot, as `Run._save` does."""
-        saved = Saved(outers=tuple(self.outers), rounds=tuple(self.ended))
-        yield from self._point("snapshot written")
+    # -- beside the run ---------------------------------------------------------------------------------------------
+
+    def _keep(self) -> Work[None]:
+        """Writes the snapshots that are offered, as `Keeper.work` does."""
+        while True:
+            while self._waiting is None:
+                yield self._snapshot_offered
+            saved = self._waiting
+            try:
+                yield from self._save(saved)
+            except OSError:
+                yield TICK_S
+                continue
+            if self._waiting is saved:
+                self._waiting = None
+
+    def _save(self, saved: Saved) -> Work[None]:
+        yield from self.point("snapshot written")
         self.disk.check()
-        self.unsaved = 0
-        self.disk.snapshots = [*self.disk.snapshots, saved][-self.config.snapshot.keep :]
-        yield from self._point("manifest written")
+        self.disk.snapshots = [*self.disk.snapshots, saved]
+        yield from self.point("manifest written")
+        self.disk.check()
+        self.disk.snapshots = self.disk.snapshots[-self.config.snapshot.keep :]
+        yield from self.point("older snapshots removed")
+        with contextlib.suppress(OSError):  # another time
+            yield from self._compact()
+        self._forget(self.disk.snapshots[0].rounds)
+
+    def _compact(self) -> Work[None]:
+        """Replaces what the oldest snapshot holds, as `compaction.compact` does."""
+        oldest = self.oldest()
+        rows = list(self.disk.rows())
+        rows = rows[: behind(rows, oldest)]
+        if len(rows) < COMPACT_ROWS:
+            return
+        replaced = replacement(rows, self.config, ROOT, self.locate, oldest)
+        if len(rows) - len(replaced) < COMPACT_ROWS:
+            return
+        self.disk.replace(len(rows), replaced)
+        yield from self.point("compaction written")
+        self.disk.compact()
+        yield from self.point("ledger compacted")
+
+    def oldest(self) -> Sequence[int]:
+        """Rounds of each fragment that all snapshots kept hold."""
+        return self.disk.snapshots[0].rounds
+
+    def _forget(self, needed_from: Sequence[int]) -> None:
         late = self.config.rounds.late_window
-        for fragment, needed in enumerate(self.disk.snapshots[0].rounds):
+        for fragment, needed in enumerate(needed_from):
             self.inbox.forget(fragment, before=needed - late)
             for name in [n for n in self.disk.files if n.startswith(f"f{fragment}-r")]:
                 if int(name.split("-")[1][1:]) < needed - late and not self.inbox.holds(self.disk.file(name).path):
                     self.disk.file(name).unlink()
+
+    def first_rows(self) -> None:
+        """What a fresh ledger begins with."""
+        if not self.disk.ledger:
+            self.disk.append([run_row(self.config)])
+            self.watcher.durable(self.disk.commit())

@@ -2,32 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from coordinator import facts, rounds
 from coordinator.facts import Committed, Fact, Standing
 from coordinator.fold import Outer, fold
-from coordinator.state import State
+from coordinator.intake import Intake
+from coordinator.run import Run
+from coordinator.state import State, with_member
+from coordinator.upload import Key
 from diloco.config import RunConfig
 from diloco.errors import StaleEpoch
-from wan.sim_coordinator import Reply, Request, Row, Watcher
-from wan.sim_island import SimIsland
+from diloco.replica import Position
+from wan.sim_coordinator import Row, Watcher
+from wan.sim_disk import Disk
+from wan.sim_island import SimIsland, Stand
 from wan.sim_service import SimService
-from wan.sim_world import Disk, MemoryStored, Work, World
+from wan.sim_stream import SimUpload, SimUploads, Stream
+from wan.sim_wire import Reply, Request
+from wan.sim_world import Process, Work, World
+
+
+class Plant(NamedTuple):
+    """Who is there instead of the sound ones."""
+
+    coordinator: type[SimService] = SimService
+    island: type[SimIsland] = SimIsland
 
 
 class AckBeforeFsync(SimService):
     """Acknowledges a part as soon as it is in memory; file and ledger follow."""
 
-    def contribute(self, request: Request, stored: MemoryStored, payload: Tensor) -> Work[Reply]:
+    def received(self, request: Request, upload: SimUpload) -> Work[Reply]:
         """Starts what makes the part durable, and does not wait for it."""
-        self.world.spawn(super().contribute(request, stored, payload), self, inherit=True)
-        yield from self._point("answering early")
+        if request.seed:
+            return (yield from super().received(request, upload))
+        self.world.spawn(super().received(request, upload), self, inherit=True)
+        yield from self.point("answering early")
         return Reply()
+
+
+class _Forgetful:
+    """A run in whose eyes an epoch is the island's current one."""
+
+    def __init__(self, run: SimService, island: str, epoch: int) -> None:
+        self._run, self._island, self._epoch = run, island, epoch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    @property
+    def state(self) -> State:
+        state = self._run.state
+        member = state.members.get(self._island)
+        if member is None:
+            return state
+        renewed = replace(member, epoch=self._epoch, standing=Standing.ACTIVE, dismissed=False)
+        return replace(state, members={**state.members, self._island: renewed})
 
 
 class ForgetEpoch(SimService):
@@ -36,15 +71,23 @@ class ForgetEpoch(SimService):
     def lease(self, request: Request) -> None:
         """Lets everybody in."""
 
+    def intake_for(self, request: Request) -> Intake:
+        """Takes a part whatever its epoch."""
+        if request.seed:
+            return self.intake
+        return Intake(cast(Run, _Forgetful(self, request.island, request.epoch)))
+
     def find(self, event: rounds.Event) -> tuple[State, list[Fact]]:
-        """Takes an event of an old epoch for one of the current."""
+        """Takes a contribution of an old epoch as if that were the current one."""
         try:
             return super().find(event)
         except StaleEpoch:
             if not isinstance(event, rounds.Contributed) or event.entry.island not in self.state.members:
                 raise
-            current = self.state.members[event.entry.island].epoch
-            return super().find(replace(event, entry=replace(event.entry, epoch=current)))
+            member = self.state.members[event.entry.island]
+            renewed = replace(member, epoch=event.entry.epoch, standing=Standing.ACTIVE, dismissed=False)
+            state, found = rounds.step(with_member(self.state, renewed), event, self.clock())
+            return with_member(state, member), found
 
 
 class StaleDivisor(SimService):
@@ -80,23 +123,24 @@ class ApplyTwice(SimService):
 class FoldUnsyncedDecision(SimService):
     """Acts on facts before the ledger has them."""
 
-    def _take(
+    async def take_in_turn(
         self, event: rounds.Event, with_row: Row | None = None, then: Callable[[], None] | None = None
-    ) -> Work[None]:
+    ) -> None:
+        """Decides, acts, and only then writes."""
         state, found = self.find(event)
         rows = [*([with_row] if with_row else []), *(facts.encode(fact) for fact in found)]
         if then:
             then()
-        self._adopt(state, found)
+        self.adopt(state, found)
         if rows:
-            yield from self._point("acted, not decided")
-            yield from self._record(rows)
+            await self.record(rows)
 
 
 class HangUp(SimService):
     """Abandons an event half way where the caller hangs up."""
 
-    def _to_its_end(self, work: Work[Any]) -> Work[Any]:
+    def held(self, work: Work[Any], coroutine: Coroutine[Any, Any, Any] | None = None) -> Work[Any]:
+        """Does it on behalf of the caller alone."""
         return (yield from work)
 
 
@@ -108,23 +152,110 @@ class ForgetOutcomes(SimService):
         self.outcomes.clear()
 
 
+class _TrustedUpload(SimUpload):
+    def reread(self) -> int:
+        """Takes the size of the file for what has come."""
+        return min(len(self.file.data), self.total_bytes or 0)
+
+    def check_complete(self) -> None:
+        """Takes the checksums of chunks for enough."""
+
+
+class _TrustedUploads(SimUploads):
+    upload = _TrustedUpload
+
+
+class TrustUnsyncedPartial(SimService):
+    """Goes on with an upload after a crash without reading again what is there."""
+
+    uploads_kind = _TrustedUploads
+
+
+class _ForgetfulUploads(SimUploads):
+    def supersede(self, key: Key) -> Work[None]:
+        """Lets the older stream go on."""
+        yield 0.0
+
+    def begin(self, key: Key, total_bytes: int, process: Process) -> tuple[SimUpload, Stream]:
+        """Has each stream keep its own account of what has come."""
+        upload = self.uploads[key.slot] = SimUpload(self.disk, key, total_bytes)
+        upload.stream = stream = Stream(process)
+        return upload, stream
+
+
+class ForgetSuperseded(SimService):
+    """Lets two streams write one upload."""
+
+    uploads_kind = _ForgetfulUploads
+
+
+class LateCountsTwice(SimService):
+    """Does not remember who contributed to rounds that have ended."""
+
+    def find(self, event: rounds.Event) -> tuple[State, list[Fact]]:
+        """Forgets it before it looks."""
+        forgot = tuple(replace(r, past=tuple(replace(p, islands={}) for p in r.past)) for r in self.state.rounds)
+        self.state = replace(self.state, rounds=forgot)
+        return super().find(event)
+
+
+class IgnorePause(SimService):
+    """Ends rounds by the clock while the run is paused."""
+
+    def find(self, event: rounds.Event) -> tuple[State, list[Fact]]:
+        """Looks at a tick as if there were no pause."""
+        if not isinstance(event, rounds.Tick) or not self.state.paused:
+            return super().find(event)
+        why, at = self.state.paused, self.state.paused_at
+        state, found = rounds.step(replace(self.state, paused=""), event, self.clock())
+        return replace(state, paused=why, paused_at=at), found
+
+
+class CompactTooFar(SimService):
+    """Compacts as if the newest snapshot were the only one."""
+
+    def oldest(self) -> Sequence[int]:
+        """Rounds that the newest snapshot holds."""
+        return self.disk.snapshots[-1].rounds
+
+
 class SilentNewcomer(SimIsland):
     """Only waits for a round whose send step it missed."""
 
-    def _missed(self, fragment: int, round_: int) -> None:
+    def missed(self, fragment: int, round_: int) -> None:
+        """Waits."""
         self._flights[fragment, round_] = [
-            self.world.spawn(self._fetch_update(fragment, round_, rank), self) for rank in range(self.shape.ranks)
+            self.world.spawn(self._fetch_update(fragment, round_, rank, self._sessions), self)
+            for rank in range(self.shape.ranks)
         ]
 
 
-PLANTS: dict[str, type[SimService] | type[SimIsland]] = {
-    "ack-before-fsync": AckBeforeFsync,
-    "forget-epoch": ForgetEpoch,
-    "stale-divisor": StaleDivisor,
-    "apply-twice": ApplyTwice,
-    "fold-unsynced-decision": FoldUnsyncedDecision,
-    "hang-up": HangUp,
-    "forget-outcomes": ForgetOutcomes,
-    "silent-newcomer": SilentNewcomer,
+class UnknownAnchor(SimIsland):
+    """Takes the anchors it has for those of the run when it joins again."""
+
+    def take_up(self, fragment: int, stand: Stand) -> Work[None]:
+        """Notes where the run stands, and fetches nothing."""
+        if self.replicas[0].taken[fragment] is None:
+            yield from super().take_up(fragment, stand)
+            return
+        for replica in self.replicas:
+            replica.position[fragment], replica.taken[fragment] = Position(*stand[:2]), stand[1]
+
+
+PLANTS: dict[str, Plant] = {
+    "ack-before-fsync": Plant(coordinator=AckBeforeFsync),
+    "forget-epoch": Plant(coordinator=ForgetEpoch),
+    "stale-divisor": Plant(coordinator=StaleDivisor),
+    "apply-twice": Plant(coordinator=ApplyTwice),
+    "fold-unsynced-decision": Plant(coordinator=FoldUnsyncedDecision),
+    "hang-up": Plant(coordinator=HangUp),
+    "forget-outcomes": Plant(coordinator=ForgetOutcomes),
+    "trust-unsynced-partial": Plant(coordinator=TrustUnsyncedPartial),
+    "forget-superseded": Plant(coordinator=ForgetSuperseded),
+    "late-counts-twice": Plant(coordinator=LateCountsTwice),
+    "ignore-pause": Plant(coordinator=IgnorePause),
+    "compact-too-far": Plant(coordinator=CompactTooFar),
+    "silent-newcomer": Plant(island=SilentNewcomer),
+    "keep-training-from-unknown-anchor": Plant(island=UnknownAnchor),
 }
-"""By the name that `--plant` takes: coordinators, and an island."""
+"""By the name that `--plant` takes."""

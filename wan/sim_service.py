@@ -1,58 +1,78 @@
-"""The synchronous twin of `coordinator/service.py` and `bulk.py`: requests of islands and of operators."""
+"""The synchronous twin of `coordinator/service.py` and `bulk.py`: requests of islands, and their streams."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-import xxhash
 from torch import Tensor
 
 from coordinator import rounds
-from coordinator.facts import Entry, Standing
-from coordinator.fold import Outer, Part
-from coordinator.inbox import SeedBed, select
-from coordinator.recovery import layout_row, part_row
+from coordinator.anchors import Pinned
+from coordinator.facts import Standing
+from coordinator.fold import Part
+from coordinator.inbox import Stored, select
+from coordinator.intake import Place
+from coordinator.recovery import layout_row
+from coordinator.results import Taken
+from coordinator.upload import RETRY_S, Key, Slot
 from diloco.codec import CODECS, by_id
-from diloco.errors import DilocoError, DivergedError, Expired, Malformed, Overload, StaleEpoch
+from diloco.errors import DilocoError, Expired, Malformed, Overload, StaleEpoch
 from diloco.fragments import partition
-from diloco.framing import Collector
-from wan.sim_coordinator import Reply, Request, SimCoordinator
-from wan.sim_world import MemoryStored, Process, Saved, Work
+from diloco.framing import chunks
+from wan.sim_coordinator import SimCoordinator
+from wan.sim_disk import MemoryStored
+from wan.sim_stream import SimUpload, Stream, Superseded
+from wan.sim_wire import Answer, Line, Reply, Request, Served
+from wan.sim_world import Process, Work, drive
+
+if TYPE_CHECKING:
+    from coordinator.intake import Intake
+
+PROGRESS_S = 1.0
+SEND_S = 0.05
+"""Longest that sending one chunk takes."""
 
 
 class SimService(SimCoordinator):
     """A coordinator that answers."""
 
+    chunk_bytes = 16
+    """Payload of one message; set by the simulation."""
+
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def serve(self, request: Request, answer: Callable[[Reply | DilocoError], None]) -> Process:
-        """Handles one request; `answer` is given the reply or the refusal."""
+    def serve(self, request: Request, answer: Answer, line: Line) -> Process:
+        """Handles one request; `answer` is given the reply and what follows it, or the refusal."""
 
         def handled() -> Work[None]:
-            methods = {
+            methods: dict[str, Callable[[Request], Work[Reply]]] = {
                 "join": self._join,
                 "beat": self._beat,
                 "leave": self._leave,
-                "push": self._push,
-                "update": self._outcome,
+                "resume": self._resume,
+                "push": partial(self._push, line=line),
+                "update": self._update_of,
                 "anchor": self._anchor,
                 "decline": self._decline,
             }
             try:
                 reply = yield from methods[request.method](request)
             except (DilocoError, OSError) as problem:
-                refusal = problem if isinstance(problem, DilocoError) else Overload(f"cannot be stored: {problem}")
+                refusal = problem if isinstance(problem, DilocoError) else _unstored(problem)
                 self.watcher.refused(request, refusal, process.changes)
                 answer(refusal)
                 return
-            yield from self._point("before the reply")
+            yield from self.point("before the reply")
             self.watcher.answered(request, reply)
             answer(reply)
-            yield from self._point("after the reply")
+            yield from self.point("after the reply")
 
         process = self.world.spawn(handled(), self)
+        self.served[process] = Served(request=request, moved_at=self.world.now)
         return process
 
     def lease(self, request: Request) -> None:
@@ -60,40 +80,49 @@ class SimService(SimCoordinator):
         rounds.member_of(self.state, request.island, request.epoch)
 
     def _join(self, request: Request) -> Work[Reply]:
-        yield from self._to_its_end(self._turn.hold(self._enter(request)))
+        yield from drive(self.in_turn(lambda: self._enter(request)))
         return replace(self._status(request.island), epoch=self.state.members[request.island].epoch)
 
-    def _enter(self, request: Request) -> Work[None]:
+    async def _enter(self, request: Request) -> None:
         layout = request.layout
         assert layout is not None
+        self.admission.lease(request.island, [m.id for m in self.state.members.values() if m.present])
         first = self.layout is None
 
         def then() -> None:
             self.layout, self.fragments = layout, partition(layout, self.config.sync)
 
-        yield from self._take(rounds.Joined(island=request.island), layout_row(layout) if first else None, then)
+        await self.take_in_turn(rounds.Joined(island=request.island), layout_row(layout) if first else None, then)
 
     def _beat(self, request: Request) -> Work[Reply]:
         self.lease(request)
         self.steps[request.island] = request.step
-        yield from self.take(rounds.Beat(island=request.island, epoch=request.epoch, ready=request.ready))
+        yield from drive(self.take(rounds.Beat(island=request.island, epoch=request.epoch, ready=request.ready)))
         return self._status(request.island)
 
     def _leave(self, request: Request) -> Work[Reply]:
         self.lease(request)
-        yield from self.take(rounds.Leaving(island=request.island, epoch=request.epoch, reason=request.reason))
+        event = rounds.Leaving(island=request.island, epoch=request.epoch, reason=request.reason)
+        yield from drive(self.take(event))
         return Reply()
 
     def _decline(self, request: Request) -> Work[Reply]:
         self.lease(request)
-        yield from self.take(self._spoiled(request, request.reason))
+        event = rounds.Spoiled(
+            fragment=request.fragment,
+            round=request.round,
+            island=request.island,
+            epoch=request.epoch,
+            reason=request.reason,
+        )
+        yield from drive(self.take(event))
         return Reply(dropped=request.reason)
 
     def _status(self, island: str) -> Reply:
         newcomer = self.state.members[island].standing is Standing.JOINING
         active = [m.id for m in self.state.members.values() if m.awaited]
         step = max((self.steps.get(i, 0) for i in active), default=0)
-        positions = tuple((o.version, e) for o, e in zip(self.outers, self.ended, strict=True))
+        positions = tuple((o.version, e, o.digest) for o, e in zip(self.outers, self.ended, strict=True))
         return Reply(
             phase=self.state.phase,
             step=step if newcomer else 0,
@@ -102,135 +131,121 @@ class SimService(SimCoordinator):
             directive=rounds.directive(self.state, island)[0],
         )
 
-    def _push(self, request: Request) -> Work[Reply]:
+    # -- what comes in ------------------------------------------------------------------------------------------------
+
+    def _resume(self, request: Request) -> Work[Reply]:
+        self._announced(request)
+        receipt = yield from self._settled(request)
+        if receipt:
+            return replace(receipt, settled=True)
+        upload = self.uploads.find(key_of(request), request.total_bytes)
+        have = upload.open() if upload else 0
+        self.watcher.resumed(request, have)
+        return Reply(have_bytes=have)
+
+    def _push(self, request: Request, line: Line) -> Work[Reply]:
+        """Takes one rank's part of a contribution, or of the first parameters, as `Bulk.push` does."""
+        self._announced(request)
+        receipt = yield from self._settled(request)
+        if receipt:
+            return receipt
+        key, process = key_of(request), self.world.current
+        yield from self.uploads.supersede(key)
+        with self.admission.stream(request.island):
+            begun = self.uploads.find(key, request.total_bytes)
+            self.admission.room(
+                0 if begun else request.total_bytes,
+                kept_bytes=self.disk.kept_bytes + self.uploads.reserved_bytes,
+                coming_bytes=self.uploads.coming_bytes,
+                free_bytes=self.disk.free_bytes,
+            )
+            assert process is not None
+            upload, stream = self.uploads.begin(key, request.total_bytes, process)
+            try:
+                return (yield from self._receive(request, upload, stream, line))
+            except Superseded:
+                raise
+            except (DilocoError, OSError) as error:
+                if isinstance(error, OSError) or (upload.whole and not isinstance(error, StaleEpoch)):
+                    self.uploads.drop(upload)
+                raise
+            finally:
+                if self.alive:
+                    self.uploads.end(upload)
+
+    def _receive(self, request: Request, upload: SimUpload, stream: Stream, line: Line) -> Work[Reply]:
+        have, told, mine = upload.open(), -PROGRESS_S, self.served[stream.process]
+        self.watcher.stored(request, have)
+        if request.first_byte > have:
+            raise Expired(f"{have} bytes of this push are here, not {request.first_byte}: ask Resume, and go on there")
+        while (message := (yield from line.take())) is not None:
+            moved = upload.add(message)
+            mine.moved_at = now = self.world.now
+            self.watcher.stored(request, upload.have)
+            yield from self.point("chunk written")
+            if moved and not request.seed and now - told >= PROGRESS_S:
+                told = now
+                yield from drive(self.intake.progressed(place_of(request)))
+                receipt = yield from self._settled(request)
+                if receipt:
+                    self.uploads.drop(upload)
+                    return receipt
+        upload.check_complete()
         self.lease(request)
-        fragment, round_ = request.fragment, request.round
+        stream.storing = True
+        reply = yield from self.received(request, upload)
+        if not request.seed or self.state.seeded:
+            self.uploads.drop(upload)
+            self.uploads.prune(self.intake.over)
+        return reply
+
+    def received(self, request: Request, upload: SimUpload) -> Work[Reply]:
+        """Takes a part whose bytes are all here, as `Bulk._received` does."""
+        place, payload, intake = place_of(request), upload.payload, self.intake_for(request)
+        part = Part(pieces=request.pieces, codec=by_id(*request.codec), payload=payload)
         if request.seed:
-            return (yield from self._seed(request))
-        late = rounds.lateness(self.state, fragment, round_)
-        version = rounds.base_version(self.state, fragment, round_)
-        if version not in (None, request.version):
-            raise Malformed(f"based on version {request.version}, and round {round_} continues from {version}")
-        if late and rounds.reception(self.state, fragment, round_, request.island):
-            reply: Reply = yield from self._to_its_end(self._turn.hold(self._late(request)))
-            return reply
-        yield from self.take(rounds.Progressed(fragment=fragment, round=round_, island=request.island))
-        yield from self._point("upload under way")
-        part = _part(request)
-        try:
-            part.check_finite()
-        except DivergedError as error:
-            yield from self.take(self._spoiled(request, error.message))
-            return Reply(dropped=error.message)
-        digest = _digest(part.payload)
-        name = f"f{fragment}-r{round_}-{request.island}-e{request.epoch}-{request.rank}-{digest}"
-        stored = MemoryStored(
-            pieces=request.pieces, codec=part.codec, path=self.disk.file(name).path, digest=digest, disk=self.disk
-        )
-        return (yield from self.contribute(request, stored, part.payload))
+            known = yield from drive(intake.seed(*place[:4], part, request.digest))
+            return Reply(duplicate=known)
+        dropped = yield from drive(intake.check(place, part))
+        if dropped:
+            return Reply(dropped=dropped)
+        path = self.disk.file(
+            f"f{place.fragment}-r{place.round}-{place.island}-e{place.epoch}-{place.rank}-{request.digest}"
+        ).path
+        stored = MemoryStored(pieces=request.pieces, codec=part.codec, path=path, digest=request.digest, disk=self.disk)
 
-    def contribute(self, request: Request, stored: MemoryStored, payload: Tensor) -> Work[Reply]:
-        """Makes a part durable and takes it, as `Run.contribute` does."""
-        reply: Reply = yield from self._to_its_end(self._kept(request, stored, payload))
-        return reply
+        def keep() -> Work[Stored]:
+            yield from self.write_file(path.name, payload)
+            upload.discard()
+            return stored
 
-    def _kept(self, request: Request, stored: MemoryStored, payload: Tensor) -> Work[Reply]:
-        yield from self._in_thread(self._worker, self._write_file(stored.path.name, payload))
-        try:
-            reply: Reply = yield from self._turn.hold(self._contribute(request, stored))
-        except DilocoError:
-            self._discard(stored)
-            raise
-        self._discard(stored)
-        return reply
+        taken = yield from drive(intake.contribute(place, keep, request.tokens, request.steps))  # type: ignore[arg-type]
+        return _receipt(taken)
 
-    def _discard(self, stored: MemoryStored) -> None:
-        if self.alive and not self.inbox.holds(stored.path):
-            stored.path.unlink(missing_ok=True)
+    def intake_for(self, request: Request) -> Intake:
+        """Who takes what a request brings."""
+        return self.intake
 
-    def _contribute(self, request: Request, stored: MemoryStored) -> Work[Reply]:
+    def _announced(self, request: Request) -> None:
         self.lease(request)
-        island, epoch, rank = request.island, request.epoch, request.rank
-        fragment, round_, tokens = request.fragment, request.round, request.tokens
-        late = rounds.lateness(self.state, fragment, round_)
-        if late and rounds.reception(self.state, fragment, round_, island):
-            return (yield from self._late(request))
-        refused = self.state.rounds[fragment].refused
-        if not late and island in refused:
-            return Reply(dropped=refused[island])
-        accepted = rounds.counted(self.state, fragment, round_, island) is not None
-        inbound = self.inbox.inbound(self.fragments[fragment], round_, island, epoch, accepted=accepted)
-        if inbound is None:
-            return Reply(dropped=f"{island} has already contributed to round {round_} under another epoch")
-        if inbound.check(rank, stored):
-            return Reply(duplicate=True)
+        if request.fragment >= (len(self.fragments) if request.seed else len(self.state.rounds)):
+            raise Malformed(f"there is no fragment {request.fragment} to push")
 
-        def then() -> None:
-            inbound.add(rank, stored)
-            inbound.tokens, inbound.steps = tokens, request.steps
+    def _settled(self, request: Request) -> Work[Reply | None]:
+        place, intake = place_of(request), self.intake_for(request)
+        if request.seed:
+            return Reply(duplicate=True) if intake.seed_known(*place[:4], request.digest) else None
+        taken = yield from drive(intake.settled(place, request.version, request.digest, request.pieces))
+        return _receipt(taken) if taken else None
 
-        row = part_row(island, epoch, rank, fragment, round_, stored, tokens, request.steps)
-        if inbound.coverage.completed_by(stored.pieces):
-            entry = Entry(island=island, epoch=epoch, tokens=tokens, steps=request.steps)
-            yield from self._take(rounds.Contributed(fragment=fragment, round=round_, entry=entry), row, then)
-        else:
-            yield from self._record([row])
-            then()
-        return Reply()
+    # -- what goes out ------------------------------------------------------------------------------------------------
 
-    def _late(self, request: Request) -> Work[Reply]:
-        island, fragment, round_ = request.island, request.fragment, request.round
-        known = rounds.counted(self.state, fragment, round_, island) == request.epoch
-        if known or self.inbox.knows(fragment, round_, island, request.epoch, request.rank):
-            return Reply(duplicate=True)
-        reason = rounds.reception(self.state, fragment, round_, island)
-        entry = Entry(island=island, epoch=request.epoch, tokens=request.tokens)
-        yield from self._take(rounds.Contributed(fragment=fragment, round=round_, entry=entry))
-        return Reply(dropped=reason)
-
-    def _spoiled(self, request: Request, reason: str) -> rounds.Spoiled:
-        return rounds.Spoiled(
-            fragment=request.fragment, round=request.round, island=request.island, epoch=request.epoch, reason=reason
-        )
-
-    def _seed(self, request: Request) -> Work[Reply]:
-        """Takes one rank's part of the first parameters, as `Run.seed` does."""
-        yield from self._point("upload under way")
-        part = _part(request)
-        bed = self.seedbed if self.seedbed and self.seedbed.epoch == request.epoch else None
-        if self.state.seeded:
-            if bed and bed.known(request.fragment, request.rank, _digest(part.payload)):
-                return Reply(duplicate=True)
-            raise StaleEpoch("the run has its first parameters already: fetch them")
-        if self.state.seeder != request.island:
-            raise Malformed(f"first parameters are to come from {self.state.seeder}")
-        if bed is None:
-            bed = self.seedbed = SeedBed(request.epoch, self.fragments)
-        duplicate = bed.add(request.fragment, request.rank, part, _digest(part.payload))
-        if bed is self.seedbed and bed.anchors:
-            yield from self._to_its_end(self._turn.hold(self._plant(bed)))
-        return Reply(duplicate=duplicate)
-
-    def _plant(self, bed: SeedBed) -> Work[None]:
-        if self.state.seeded:
-            return
-        outers = [Outer.first(f, anchor) for f, anchor in zip(self.fragments, bed.anchors, strict=True)]
-        ended = [0] * len(outers)
-        yield from self._point("first snapshot written")
-        self.disk.check()
-        self.disk.snapshots = [Saved(outers=tuple(outers), rounds=tuple(ended))]
-        self.watcher.planted(outers)
-        yield from self._point("first manifest written")
-        yield from self._take(rounds.Seeded())
-        self.outers, self.ended = outers, ended
-        bed.clear()
-
-    def _outcome(self, request: Request) -> Work[Reply]:
+    def _update_of(self, request: Request) -> Work[Reply]:
         self.lease(request)
         key = (request.fragment, request.round)
         until = self.world.now + request.wait_s
         while key not in self.outcomes:
-            if request.round < self.ended[request.fragment]:
+            if self.ended and request.round < self.ended[request.fragment]:
                 raise Expired(f"the update of round {request.round} is no longer kept: fetch anchors")
             if self.world.now >= until:
                 return Reply(outcome="open")
@@ -240,28 +255,47 @@ class SimService(SimCoordinator):
         if outcome.update is None:
             return reply
         payload = self.disk.files[outcome.update.name]
-        return replace(reply, payload=self._selected(request, payload, self.down.name))
+        return (yield from self.sent(request, reply, payload, self.down.name, request.first_byte))
 
     def _anchor(self, request: Request) -> Work[Reply]:
         self.lease(request)
-        outer, ended = self.outers[request.fragment], self.ended[request.fragment]
-        payload = self._selected(request, outer.anchor.view(torch.uint8), "fp32")
-        yield 0.0
-        return Reply(outcome="anchor", version=outer.version, round=ended, digest=outer.digest, payload=payload)
+        pin, first_byte = self.pinned(request)
+        reply = Reply(outcome="anchor", version=pin.version, round=pin.ended, digest=pin.digest)
+        return (yield from self.sent(request, reply, pin.anchor.view(torch.uint8), "fp32", first_byte))
 
-    def _selected(self, request: Request, payload: Tensor, codec: str) -> Tensor:
+    def pinned(self, request: Request) -> tuple[Pinned, int]:
+        """The anchor that a request means, and the byte from which it is sent."""
+        fragment, outer = request.fragment, self.outers[request.fragment]
+        current = Pinned(version=outer.version, ended=self.ended[fragment], digest=outer.digest, anchor=outer.anchor)
+        pin = self.anchors.ask(fragment, current, request.version if request.first_byte else None)
+        return pin, request.first_byte if pin.version == request.version else 0
+
+    def sent(self, request: Request, reply: Reply, payload: Tensor, codec: str, first: int) -> Work[Reply]:
+        """A header with the chunks of its payload, from byte `first`."""
         parts = list(select(self.fragments[request.fragment], payload, request.pieces, CODECS[codec]))
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        total = sum(part.numel() for part in parts)
+        if first > total:
+            raise Malformed(f"the payload has {total} bytes, and it is asked for from byte {first}")
+        messages = tuple(chunks(parts, self.chunk_bytes, first))
+        with self.admission.stream(request.island):
+            yield self.world.rng.random() * SEND_S * len(messages)
+        return replace(reply, total_bytes=total, first_byte=first, messages=messages)
 
 
-def _part(request: Request) -> Part:
-    """The part of a contribution, or of first parameters, that a request brings."""
-    collector = Collector(request.total_bytes)
-    for message in request.messages:
-        collector.add(message)
-    payload = collector.finish()
-    return Part(pieces=request.pieces, codec=by_id(*request.codec), payload=payload)
+def key_of(request: Request) -> Key:
+    """What a push's bytes are known by."""
+    round_ = 0 if request.seed else request.round
+    return Key(Slot(request.fragment, round_, request.island, request.rank, request.seed), request.digest)
 
 
-def _digest(payload: Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(payload.numpy().data)
+def place_of(request: Request) -> Place:
+    """Where a push belongs."""
+    return Place(request.island, request.epoch, request.rank, request.fragment, request.round)
+
+
+def _receipt(taken: Taken) -> Reply:
+    return Reply(duplicate=taken.duplicate, dropped=taken.dropped)
+
+
+def _unstored(problem: OSError) -> DilocoError:
+    return Overload(f"cannot be stored: {problem}", retry_after_s=RETRY_S)

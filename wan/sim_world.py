@@ -1,4 +1,4 @@
-"""The simulator's world: a virtual clock, processes that are generators, and a disk that forgets what is not synced.
+"""The simulator's world: a virtual clock, and processes that are generators.
 
 A process yields how long to sleep (seconds), a `Gate` to wait at, or (gate, seconds) for whichever comes first. It
 belongs to an owner; where the owner is no longer alive the process never runs again, not even its `finally` blocks
@@ -8,19 +8,11 @@ have an effect, as after SIGKILL.
 from __future__ import annotations
 
 import heapq
-import json
 import random
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
-from torch import Tensor
-
-from coordinator.fold import Outer, Part
-from coordinator.inbox import Stored
-from coordinator.ledger import Row
 from diloco.errors import DilocoError
 
 T = TypeVar("T")
@@ -43,9 +35,9 @@ class Owner:
         processes, self.processes = self.processes, []
         for process in processes:
             if process.running:  # it is the one that asks for it, and goes no further than its next wait
-                process.world.at(0.0, process.work.close)
+                process.world.at(0.0, process.close)
             else:
-                process.work.close()
+                process.close()
 
 
 class Gate:
@@ -64,7 +56,14 @@ class Gate:
 class Process:
     """A generator under way."""
 
-    def __init__(self, world: World, work: Work[Any], owner: Owner, root: Process | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        work: Work[Any],
+        owner: Owner,
+        root: Process | None,
+        coroutine: Coroutine[Any, Any, Any] | None = None,
+    ) -> None:
         self.world, self.work, self.owner = world, work, owner
         self.root: Process = root or self
         """The process on whose behalf it runs."""
@@ -72,6 +71,8 @@ class Process:
         """Changes to durable or decided state that were made on its behalf."""
         self.running = False
         self.done, self.value, self.error = False, cast(Any, None), cast("DilocoError | OSError | None", None)
+        self._coroutine = coroutine
+        self._thrown: DilocoError | None = None
         self.finished = Gate()
         self._token = 0
 
@@ -85,7 +86,8 @@ class Process:
         self._token += 1
         token, self.world.current, self.running = self._token, self, True
         try:
-            wait = next(self.work)
+            thrown, self._thrown = self._thrown, None
+            wait = self.work.throw(thrown) if thrown else next(self.work)
         except StopIteration as stop:
             self._end(stop.value, None)
         except (DilocoError, OSError) as error:
@@ -100,10 +102,23 @@ class Process:
             if seconds is not None:
                 self.world.at(seconds, lambda: self.resume(token))
 
+    def close(self) -> None:
+        """Ends it where it stands."""
+        self.work.close()
+        if self._coroutine:
+            self._coroutine.close()  # where the work has not begun, nobody else does
+
+    def interrupt(self, error: DilocoError) -> None:
+        """Has it go on with an error where it waits; what it has started goes on."""
+        if not self.done and self.owner.alive and not self.running:
+            self._thrown = error
+            self._token += 1
+            self.world.at(0.0, partial(self.resume, self._token))
+
     def cancel(self) -> None:
         """Ends it where it stands, as when a caller hangs up; what it has started goes on."""
         if not self.done and self.owner.alive:
-            self.work.close()
+            self.close()
             self._end(None, DilocoError("cancelled"))
 
     def result(self) -> Work[Any]:
@@ -137,9 +152,17 @@ class World:
         self._count += 1
         heapq.heappush(self._heap, (self.now + delay, self._count, call))
 
-    def spawn(self, work: Work[Any], owner: Owner, *, inherit: bool = False) -> Process:
-        """Starts a process. `inherit`: on behalf of the process that runs now."""
-        process = Process(self, work, owner, self.current.root if inherit and self.current else None)
+    def spawn(
+        self,
+        work: Work[Any],
+        owner: Owner,
+        *,
+        inherit: bool = False,
+        coroutine: Coroutine[Any, Any, Any] | None = None,
+    ) -> Process:
+        """Starts a process. `inherit`: on behalf of the process that runs now. `coroutine`: what the work drives."""
+        root = self.current.root if inherit and self.current else None
+        process = Process(self, work, owner, root, coroutine)
         owner.processes.append(process)
         self.at(0.0, lambda: process.resume(0))
         return process
@@ -174,112 +197,16 @@ class Lock:
                 self._queue[0].open()
 
 
-# -- the disk -------------------------------------------------------------------------------------------------------
+class Steps(Awaitable[T]):
+    """Work of a process as what a coroutine of the real code can await."""
+
+    def __init__(self, work: Work[T]) -> None:
+        self._work = work
+
+    def __await__(self) -> Work[T]:
+        return self._work
 
 
-@dataclass(frozen=True)
-class File:
-    """A name on the disk; as much of a path as the inbox asks for."""
-
-    disk: Disk
-    name: str
-
-    def unlink(self, missing_ok: bool = False) -> None:
-        """Removes the file, in a way that a crash may undo."""
-        if self.disk.files.pop(self.name, None) is not None:
-            self.disk.changes += 1
-
-    @property
-    def path(self) -> Path:
-        """Itself, for code that is annotated with real paths."""
-        return cast(Path, self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryStored(Stored):
-    """A stored part whose bytes are in the simulated disk."""
-
-    disk: Disk
-
-    def part(self) -> Part:
-        return Part(pieces=self.pieces, codec=self.codec, payload=self.disk.files[self.path.name])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A snapshot."""
-
-    outers: tuple[Outer, ...]
-    rounds: tuple[int, ...]
-
-
-class Disk:
-    """Files, ledger and snapshots; what has been written and not synced may or may not outlive a crash."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, Tensor] = {}
-        """As a running process sees them."""
-        self.synced: dict[str, Tensor] = {}
-        self.archive: dict[str, Tensor] = {}
-        """Every file that was ever synced, for the checker."""
-        self.ledger: list[tuple[str, str]] = []
-        """(kind, body as JSON) of every row that is durable."""
-        self.transaction: list[tuple[str, str]] = []
-        """Rows written and not yet synced."""
-        self.snapshots: list[Saved] = []
-        self.failing = ""
-        """Why nothing can be written at the moment."""
-        self.changes = 0
-        """Changes of `files`."""
-
-    def file(self, name: str) -> File:
-        """A name on this disk."""
-        return File(self, name)
-
-    def check(self) -> None:
-        """Raises `OSError` while nothing can be written."""
-        if self.failing:
-            raise OSError(self.failing)
-
-    def write(self, name: str, data: Tensor) -> None:
-        """Writes a file without syncing it."""
-        self.check()
-        self.files[name] = data
-        self.changes += 1
-
-    def sync(self, name: str) -> None:
-        """Makes a file durable under its name."""
-        self.check()
-        if name in self.files:
-            self.synced[name] = self.archive[name] = self.files[name]
-
-    def append(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
-        """Writes a transaction of the ledger without syncing it."""
-        self.check()
-        self.transaction += [(kind, json.dumps(body)) for kind, body in rows]
-
-    def commit(self) -> list[tuple[str, dict[str, Any]]]:
-        """Makes the written transaction durable; returns its rows. A disk that fails loses it."""
-        rows, self.transaction = self.transaction, []
-        self.check()
-        self.ledger += rows
-        return [(kind, json.loads(text)) for kind, text in rows]
-
-    def crash(self, rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
-        """Loses what is not synced, or some of it; returns the rows that became durable after all."""
-        for name in sorted(self.files.keys() - self.synced.keys()):
-            if rng.random() < 0.3:
-                self.synced[name] = self.files[name]
-        for name in sorted(self.synced.keys() - self.files.keys()):  # removed, but the folder was not synced
-            if rng.random() < 0.7:
-                del self.synced[name]
-        self.files = dict(self.synced)
-        self.changes += 1
-        kept = self.commit() if rng.random() < 0.3 and not self.failing else []
-        self.transaction = []
-        return kept
-
-    def rows(self) -> Iterator[Row]:
-        """The durable rows of the ledger."""
-        for seq, (kind, text) in enumerate(self.ledger, 1):
-            yield Row(seq=seq, at=0.0, kind=kind, body=json.loads(text))
+def drive(work: Awaitable[T]) -> Work[T]:
+    """A coroutine of the real code as work of a process: it awaits `Steps`."""
+    return (yield from work.__await__())

@@ -3,9 +3,11 @@
     python -m wan.simulator --seeds 1000 --first 0
     python -m wan.simulator --seeds 1 --first SEED -v          # everything that happened in one of them
 
-The coordinator's `rounds`, `facts`, `recovery`, `Inbox` and `fold` and the island's `Replica` and `Schedule` are those
-that serve; only clocks, disks and the network are simulated (`sim_world`, `sim_run`), and the shells around the cores
-have synchronous twins (`sim_coordinator`, `sim_island`). `sim_checker` says what must hold.
+The coordinator's `rounds`, `facts`, `recovery`, `compaction`, `Inbox`, `Intake`, `Admission`, `Anchors` and `fold`, the
+island's `Replica` and `Schedule`, and the framing of streams are those that serve. Only clocks, disks and the network
+are simulated (`sim_world`, `sim_disk`, `sim_network`, `sim_wire`), and the shells around them have synchronous twins:
+`sim_coordinator`, `sim_service` and `sim_stream`, `sim_island` and `sim_link`. `sim_checker` and `sim_bounds` say what
+must hold, `sim_plants` what is to be found, and `sim_run` plays the adversary.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 from click.testing import CliRunner
@@ -15,6 +16,19 @@ SEEDS = 1000
 """Runs that every test run plays; `make simulate` plays more."""
 FOUND_WITHIN = 60
 """Seeds within which every planted fault is found."""
+HAPPENS = (
+    "resumed",
+    "Superseded",
+    "Overload",
+    "StaleEpoch",
+    "DeadlineExceeded",
+    "CodecError",
+    "ledger compacted",
+    "joined again in place",
+    "applied late",
+    "session failed",
+)
+"""What must come about in some of them, or they say little."""
 LAST = re.compile(r"(\d+) schedules, (\d+) violations, \d+\.\d schedules/s")
 
 
@@ -35,6 +49,8 @@ def test_sound_runs_are_clean_and_processes_change_nothing() -> None:
     assert [r.seed for r in results] == list(range(SEEDS))
     assert not [(r.seed, violation) for r in results for violation in r.violations]
     assert results[26:29] == play(range(26, 29))
+    seen = sum((Counter(dict(r.seen)) for r in results), Counter())
+    assert not [what for what in HAPPENS if not seen[what]]
 
 
 @pytest.mark.parametrize("plant", PLANTS)
