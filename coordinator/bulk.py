@@ -100,13 +100,7 @@ class Bulk:
             return receipt
         await run.uploads.supersede(push.key)
         with run.admission.stream(header.island_id):
-            begun = run.uploads.find(push.key, header.total_bytes)
-            run.admission.room(
-                0 if begun else header.total_bytes,
-                kept_bytes=run.store.kept_bytes + run.uploads.reserved_bytes,
-                coming_bytes=run.uploads.coming_bytes,
-                free_bytes=self._free_bytes(),
-            )
+            self._room(push)
             upload, stream = run.uploads.begin(push.key, header.total_bytes)
             try:
                 return await self._receive(push, upload, stream, messages)
@@ -122,6 +116,21 @@ class Bulk:
                 raise
             finally:
                 run.uploads.end(upload)
+
+    def _room(self, push: _Push) -> None:
+        """Raises `Overload` where the payload does not fit on the disk, and has room made for the next try."""
+        run, total = self._run, push.header.total_bytes
+        begun = run.uploads.find(push.key, total)
+        try:
+            run.admission.room(
+                0 if begun else total,
+                kept_bytes=run.store.kept_bytes + run.uploads.reserved_bytes,
+                coming_bytes=run.uploads.coming_bytes,
+                free_bytes=self._free_bytes(),
+            )
+        except Overload:
+            run.make_room()
+            raise
 
     async def _receive(self, push: _Push, upload: Upload, stream: Stream, messages: AsyncIterator[bytes]) -> pb.Receipt:
         """Takes what is missing of a payload, then what it is."""

@@ -98,6 +98,8 @@ class Run:
         self._down = CODECS[config.wire.down]
         self._keeper = Keeper(store, config, self._saved, lambda: DISK_RETRY_S)
         self._offered = committed
+        self._oldest: Sequence[int] = ()
+        """Rounds that the oldest snapshot kept holds, of each fragment; empty before this life has taken one."""
         """Commits that the last snapshot offered to the keeper holds."""
         self.uploads = Uploads(store.root / "inbox", store.files)
         self.admission = Admission(config.limits)
@@ -359,6 +361,14 @@ class Run:
         await self.to_its_end(self._save(outers, tuple(self.ended)))
         return [outer.version for outer in outers]
 
+    def make_room(self) -> None:
+        """Has a snapshot taken, where contributions are kept only because old snapshots lack their rounds.
+
+        Each brings the oldest kept one on: a disk budget below what `snapshot` keeps delays, and blocks nothing.
+        """
+        if self.outers and list(self._oldest) != self.ended:
+            self._keeper.offer(self._snapshot(self.outers, self.ended))
+
     def _snapshot(self, outers: Sequence[Outer], ended: Sequence[int]) -> Snapshot:
         assert self.layout is not None
         return Snapshot(
@@ -377,6 +387,7 @@ class Run:
     def _saved(self, snapshot: Snapshot, needed_from: Sequence[int]) -> None:
         """Forgets contributions that no snapshot kept needs."""
         self.totals.unsaved = self.totals.committed - snapshot.commits
+        self._oldest = needed_from
         late = self.config.rounds.late_window
         for fragment, needed in enumerate(needed_from):
             self.inbox.forget(fragment, before=needed - late)

@@ -1,0 +1,33 @@
+"""A disk budget below what old snapshots need delays contributions, and blocks nothing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from coordinator.store import UPDATES_KEPT
+from diloco.fragments import partition
+from tests.support import MODEL, Rig, configure, draw
+
+ROUNDS = 10
+
+
+def test_snapshots_are_taken_where_contributions_need_the_room(tmp_path: Path) -> None:
+    size = 4 * partition(MODEL, configure().sync)[0].numel
+    config = configure(
+        "run.steps=40",
+        "rounds.lease_s=1000.0",
+        "snapshot.every_rounds=1000",
+        f"limits.disk_bytes={(UPDATES_KEPT + 4) * size}",
+        "limits.disk_free_bytes=0",
+        "limits.retry_s=0.01",
+    )
+    with ExitStack() as stack:
+        at = Rig(config, tmp_path, stack)
+        [a] = at.started("a")
+        fragment = at.run.fragments[0]
+        for round_ in range(ROUNDS):
+            a.push(fragment, draw(fragment, round_), round=round_, base_version=round_)
+            assert a.fetch(fragment, round=round_)[0].version == round_ + 1
+        assert at.run.store.kept_bytes <= config.limits.disk_bytes
+        assert len(at.inbox()) < ROUNDS - 4
