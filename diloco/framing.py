@@ -116,10 +116,10 @@ class Assembly:
 
 
 class Collector:
-    """Puts chunks back together in memory (uint8 `payload`), over as many streams as it takes."""
+    """Puts chunks back together in `payload` (uint8 [total_bytes]), over as many streams as it takes."""
 
-    def __init__(self, total_bytes: int) -> None:
-        self.payload = torch.empty(total_bytes, dtype=torch.uint8)
+    def __init__(self, total_bytes: int, payload: Tensor | None = None) -> None:
+        self.payload = torch.empty(total_bytes, dtype=torch.uint8) if payload is None else payload
         self._view = memoryview(self.payload.numpy().data)
         self._assembly = Assembly(total_bytes)
 

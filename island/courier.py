@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+import xxhash
 
 from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
@@ -16,6 +18,7 @@ from diloco.framing import piece_to_proto
 from diloco.replica import Held, Replica, Staged
 from diloco.v1 import coordinator_pb2 as pb
 from island.link import Link
+from island.spool import remove
 
 log = logging.getLogger("diloco.island")
 WAIT_S = 20.0
@@ -30,11 +33,19 @@ class Courier:
         replica: the rank's anchors.
         identity: run, island and epoch, for every request.
         config: the run's settings.
+        spool_dir: where anchors are kept while they come, for a process that is started again; none to keep none.
     """
 
-    def __init__(self, link: Link, replica: Replica, identity: pb.HeartbeatRequest, config: RunConfig) -> None:
+    def __init__(
+        self,
+        link: Link,
+        replica: Replica,
+        identity: pb.HeartbeatRequest,
+        config: RunConfig,
+        spool_dir: Path | None = None,
+    ) -> None:
         self._link, self._replica, self._config = link, replica, config
-        self._identity = identity
+        self._identity, self._spool_dir = identity, spool_dir
         self.anchors = threading.RLock()
         """Held while anchors are read or moved."""
         self.accepted = 0
@@ -42,6 +53,8 @@ class Courier:
         self.held = False
         """Whether the run stands still on purpose, so that rounds may take as long as they like."""
         self._abandoned = False
+        self._pushed: set[int] = set()
+        """Fragments of which this courier has sent a contribution."""
 
     def abandon(self) -> None:
         """The epoch is over: what is in flight moves no anchor any more."""
@@ -174,12 +187,22 @@ class Courier:
         owned, codec = self._replica.owned(fragment), CODECS["fp32"]
         request = self._request(fragment, owned)
         request.anchor = True
-        header, payload = self._link.fetch(request, sum(codec.size(h.box.numel) for h in owned))
+        spool = self._spool(request)
+        header, payload = self._link.fetch(request, sum(codec.size(h.box.numel) for h in owned), spool)
         with self.anchors:
             self._check()
             self._replica.load(owned, payload, by_id(header.codec_id, header.codec_version))
             self._replica.taken[fragment] = header.round
+        if spool:
+            remove(spool)
         return header
+
+    def _spool(self, request: pb.FetchRequest) -> Path | None:
+        """Where the anchors of these pieces are kept while they come."""
+        if self._spool_dir is None:
+            return None
+        pieces = xxhash.xxh3_64_hexdigest(b"".join(piece.SerializeToString() for piece in request.pieces))
+        return self._spool_dir / f"{request.run_id}_{request.island_id}_f{request.fragment}_{pieces}"
 
     def _check(self) -> None:
         if self._abandoned:

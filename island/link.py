@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -30,6 +31,7 @@ from diloco.failpoints import failpoint
 from diloco.framing import CONTROL_LIMIT_BYTES, FRAME_BYTES, RETRY_AFTER, SERVICE, Collector, chunks
 from diloco.v1 import coordinator_pb2 as pb
 from island.sockets import SocketCounter, Traffic
+from island.spool import Spool
 from island.throttle import Throttle
 
 T = TypeVar("T")
@@ -221,10 +223,17 @@ class Link:
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             raise (failure[0] if failure else self._translated(error)) from error
 
-    def fetch(self, request: pb.FetchRequest, expected_bytes: int) -> tuple[pb.FetchHeader, Tensor]:
+    def fetch(
+        self, request: pb.FetchRequest, expected_bytes: int, spool: Path | None = None
+    ) -> tuple[pb.FetchHeader, Tensor]:
         """Streams one rank's part of an update or of anchors; on a cut line, goes on at the first missing byte.
 
         Where the rest is no longer kept at the same version, it begins again with the version that is.
+
+        Args:
+            request: what is asked for.
+            expected_bytes: size of its pieces.
+            spool: where anchors are kept while they come, so that another process can go on with them.
 
         Returns:
             (header, payload uint8); the payload is empty where the outcome has no bytes.
@@ -233,8 +242,9 @@ class Link:
             CodecError: damaged, short or too many bytes.
         """
         pace = _Pace()
-        held: list[tuple[pb.FetchHeader, Collector]] = []
-        return self._retried(lambda: self._fetch_once(request, expected_bytes, held, pace), FETCH_AGAIN, pace)
+        found = Spool.find(spool, expected_bytes) if spool else None
+        held: list[tuple[pb.FetchHeader, Collector]] = [(found.header, found)] if found else []
+        return self._retried(lambda: self._fetch_once(request, expected_bytes, held, pace, spool), FETCH_AGAIN, pace)
 
     def _fetch_once(
         self,
@@ -242,6 +252,7 @@ class Link:
         expected_bytes: int,
         held: list[tuple[pb.FetchHeader, Collector]],
         pace: _Pace,
+        spool: Path | None,
     ) -> tuple[pb.FetchHeader, Tensor]:
         """One stream. `held` is what earlier ones have brought, with its header; or empty."""
         ask = pb.FetchRequest()
@@ -258,12 +269,12 @@ class Link:
                 if header.first_byte and not (held and _same(header, held[0][0])):
                     stream.cancel()
                     self._forget(held, pace)
-                    return self._fetch_once(request, expected_bytes, held, pace)
+                    return self._fetch_once(request, expected_bytes, held, pace, spool)
                 if header.first_byte:
                     self.resumes += 1
                 else:
                     self._forget(held, pace)
-                    held.append((header, Collector(header.total_bytes)))
+                    held.append((header, _collector(header, spool)))
                 header, collector = held[0]
                 for message in stream:
                     self._down.take(len(message))
@@ -393,6 +404,12 @@ def _digest(parts: Iterable[Tensor]) -> str:
     for part in parts:
         whole.update(part.numpy().data)
     return whole.hexdigest()
+
+
+def _collector(header: pb.FetchHeader, spool: Path | None) -> Collector:
+    if spool and header.outcome == "anchor" and header.total_bytes:
+        return Spool.begin(spool, header)
+    return Collector(header.total_bytes)
 
 
 def _short(details: str | None) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -77,6 +78,7 @@ def join(
     start_timeout_s: float = 3600.0,
     reconnect_timeout_s: float = 86_400.0,
     max_bandwidth_mbps: float = 0.0,
+    spool_dir: str = "",
 ) -> Session:
     """Joins a run; returns once the first parameters are loaded and the run has started.
 
@@ -95,6 +97,8 @@ def join(
         reconnect_timeout_s: how long a coordinator that has answered before may be silent.
         max_bandwidth_mbps: cap on the island's bulk traffic, each way, in megabits per second; 0 for none. Every rank
             gets an equal share of it.
+        spool_dir: folder in which anchors are kept while they come, so that an island that is started again goes on
+            with the download; empty keeps none.
 
     Raises:
         RunMismatch: another run, or another model than the run's.
@@ -106,8 +110,11 @@ def join(
     share = max_bandwidth_mbps * 1e6 / 8 / group.size
     link = Link(coordinator, patience_s=connect_timeout_s, say=log.warning, bytes_per_s=share)
     limits = Limits(start_s=start_timeout_s, reconnect_s=reconnect_timeout_s)
+    spool = Path(spool_dir) if spool_dir else None
     try:
-        return Session(model, group, link, island_id=island_id, run_id=run_id, optimizer=optimizer, limits=limits)
+        return Session(
+            model, group, link, island_id=island_id, run_id=run_id, optimizer=optimizer, limits=limits, spool_dir=spool
+        )
     except BaseException:
         link.close()
         raise
@@ -142,7 +149,9 @@ class Session:
         run_id: str,
         optimizer: torch.optim.Optimizer | None,
         limits: Limits,
+        spool_dir: Path | None = None,
     ) -> None:
+        self._spool_dir = spool_dir
         self.island_id, self._model, self._group, self._link = island_id, model, group, link
         self.optimizer = optimizer
         self.record: Callable[..., None] = _no_record
@@ -216,7 +225,7 @@ class Session:
         self._pool.shutdown(wait=False, cancel_futures=True)
         flights = 2 + sync.overlap_steps * sync.fragments // sync.every_steps
         self._pool = ThreadPoolExecutor(max_workers=flights, thread_name_prefix="courier")
-        self.courier = Courier(self._link, self.replica, self._lease.identity(reply), self.config)
+        self.courier = Courier(self._link, self.replica, self._lease.identity(reply), self.config, self._spool_dir)
         self.anchors = Anchors(self.replica, self._group, self.courier, self._together)
 
     def _take_up(self) -> None:

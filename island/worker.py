@@ -92,6 +92,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             connect_timeout_s=island.connect_timeout_s,
             reconnect_timeout_s=island.reconnect_timeout_s,
             max_bandwidth_mbps=island.max_bandwidth_mbps,
+            spool_dir=island.spool_dir or str(progress.parent / "spool"),
         ) as site,
     ):
         site.record, site.progressed = metrics.record, progress.touch
