@@ -105,7 +105,9 @@ class Courier:
             self._check()
             payloads = list(self._replica.encode(fragment, staged))
         failpoint("push-encoded")
-        receipt = self._link.push(header, lambda: iter(payloads), self._config.wire.chunk_bytes)
+        first = fragment not in self._pushed  # an earlier process may have sent some of the same bytes
+        self._pushed.add(fragment)
+        receipt = self._link.push(header, lambda: iter(payloads), self._config.wire.chunk_bytes, resumed=first)
         failpoint("push-answered")
         if receipt.dropped:
             log.warning("contribution to fragment %d round %d: %s", fragment, round_, receipt.dropped)
