@@ -302,8 +302,14 @@ PRESETS: dict[str, Table] = {
         "outer": {"lr": 0.4, "momentum": 0.9},
         "wire": {"up": "bf16", "down": "bf16"},
     },
+    "sparse": {
+        "sync": {"strategy": "whole", "fragments": 1, "every_steps": 30, "overlap_steps": 0, "alpha": 0.0},
+        "outer": {"lr": 1.0, "momentum": 0.0},
+        "wire": {"up": "topk", "down": "topk", "feedback_decay": 0.95},
+    },
 }
-"""`preset = "..."` atop a run file: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512)."""
+"""`preset = "..."` atop a run file: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512), SparseLoCo (arXiv
+2508.15706)."""
 
 
 def load_run(text: str, source: str, overrides: Sequence[str] = ()) -> Resolved[RunConfig]:

@@ -255,6 +255,16 @@ def test_topk_keeps_the_largest_and_the_first_of_equal_ones(bits: int) -> None:
         assert torch.equal(y[4096:].nonzero(), (y[4096:] == x[4096:]).logical_and(y[4096:] != 0).nonzero())
 
 
+@given(x=hard_values())
+@PROPERTY
+def test_topk_with_values_as_they_are_leaves_the_stated_share(x: Tensor) -> None:
+    codec = TopK("x", 0, keep=64, value_bits=32)
+    for a, b in zip(x.double().split(4096), decoded(codec, x).double().split(4096), strict=True):
+        left = ((a - b) ** 2).sum()
+        assert left <= (1 - codec.kept(max(1, len(a))) / max(1, len(a))) * (a**2).sum() * (1 + 1e-12)
+        assert torch.equal(b[b != 0], a[b != 0])
+
+
 def test_topk_of_a_short_chunk_keeps_the_same_share() -> None:
     codec = CODECS["topk"]
     assert isinstance(codec, TopK)
