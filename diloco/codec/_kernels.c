@@ -257,13 +257,13 @@ INLINED int32_t kth_largest(const int32_t *a, int n, int k, int32_t low, int32_t
    is too large. The keep-th largest of the maxima of `groups` groups bounds the keep-th largest value from below, and
    few values are above it; among those it is searched exactly. */
 INLINED int select_largest(const float *x, uint16_t *index, int keep, int groups) {
-    int32_t u[CHUNK], most[512] = {0}, candidate[CHUNK];
+    int32_t most[512] = {0}, candidate[CHUNK];
     uint8_t above[CHUNK];
     uint16_t place[CHUNK];
     for (int row = 0; row < CHUNK; row += groups)
         for (int g = 0; g < groups; g++) {
-            u[row + g] = (int32_t)size_of(x[row + g]);
-            most[g] = most[g] > u[row + g] ? most[g] : u[row + g];
+            int32_t u = (int32_t)size_of(x[row + g]);
+            most[g] = most[g] > u ? most[g] : u;
         }
     int32_t low = most[0], high = most[0];
     for (int g = 0; g < groups; g++) {
@@ -272,13 +272,14 @@ INLINED int select_largest(const float *x, uint16_t *index, int keep, int groups
     }
     if ((uint32_t)high >= LIMIT) return 0;
     int32_t bound = kth_largest(most, groups, keep, low, high, 16);
-    for (int i = 0; i < CHUNK; i++) above[i] = u[i] >= bound;
+    for (int i = 0; i < CHUNK; i++) above[i] = (int32_t)size_of(x[i]) >= bound;
     int count = 0;
     for (int word = 0; word < CHUNK / 8; word++) {
         uint64_t hits;
+        if (word % 2 == 0) __builtin_prefetch(x + CHUNK + 8 * word); /* the next chunk, while this one is worked on */
         for (memcpy(&hits, above + 8 * word, 8); hits; hits &= hits - 1) {
             int i = 8 * word + __builtin_ctzll(hits) / 8;
-            candidate[count] = u[i];
+            candidate[count] = (int32_t)size_of(x[i]);
             place[count++] = (uint16_t)i;
         }
     }
