@@ -44,7 +44,7 @@ def hard_values(draw: st.DrawFn, most: int = 9000) -> Tensor:
             case "zero":
                 part.zero_()
             case "ties":
-                part.sign_()
+                part.sign_().mul_(4.0)  # among the largest of a chunk
             case "size":
                 part.mul_(2.0 ** draw(st.integers(-130, 110)))
             case "outlier":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,6 +53,8 @@ class TestSameBits:
         assert native.ENABLED
 
     @given(x=hard_values(most=20_000))
+    @example(x=torch.ones(9000))
+    @example(x=torch.arange(8192.0) % 100 - 50)
     @PROPERTY
     def test_of_payloads_and_values(self, codec: Blocked, x: Tensor) -> None:
         compiled = codec.pack(x)
