@@ -58,6 +58,30 @@ def test_anchor_and_residuals_hold_all_that_was_trained(up: str, down: str, tmp_
     assert torch.allclose(residual + outer.residual - outer.anchor, rounds * STEP.flatten(), atol=1e-3)
 
 
+def test_training_that_is_not_finite_drops_residuals_and_joining_again_keeps_them(tmp_path: Path) -> None:
+    linear = nn.Linear(30, 12, bias=False)
+    with serving(config("int2", "fp32"), tmp_path) as host, join(linear, host.address, island_id="a") as site:
+        assert site.replica.feedback is not None
+
+        def step(by: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                linear.weight.sub_(by)
+            site.step(tokens=1)
+            assert site.replica.feedback is not None
+            return site.replica.feedback[0].residual(0, 360).clone()
+
+        before = step(STEP)
+        assert before.norm() > 0
+        site.courier.abandon()  # nothing more is done under this epoch: the next step finds the lease lost
+        joined_again = step(STEP)
+        assert site.rejoins == 1
+        assert torch.equal(joined_again, before)
+        assert step(STEP).norm() > 0
+        assert step(torch.full((12, 30), torch.nan)).norm() == 0
+        assert site.rollbacks == 1
+        assert step(STEP).norm() > 0
+
+
 # -- what receipts settle ----------------------------------------------------------------------------------------------
 
 
