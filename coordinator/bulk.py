@@ -16,7 +16,7 @@ from torch import Tensor
 from coordinator.anchors import Pinned
 from coordinator.answers import Context, answers, to_bytes
 from coordinator.fold import Part
-from coordinator.inbox import Stored, select
+from coordinator.inbox import Stored, part_size, select
 from coordinator.intake import Place
 from coordinator.results import Outcome, Taken
 from coordinator.run import Run
@@ -260,7 +260,7 @@ class Bulk:
         pieces = self._pieces(request.pieces, fragment)
         header.codec_id, header.codec_version = codec.id, codec.version
         header.digest = digest & (2**64 - 1)
-        header.total_bytes = sum(codec.size(piece.box.numel) for piece in pieces)
+        header.total_bytes = part_size(run.fragments[fragment], pieces, codec)
         if first_byte > header.total_bytes:
             raise Malformed(f"the payload has {header.total_bytes} bytes, and it is asked for from byte {first_byte}")
         header.first_byte = first_byte

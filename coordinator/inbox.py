@@ -264,6 +264,12 @@ class SeedBed:
         self._anchors = []
 
 
+def part_size(tensors: Fragment, pieces: Sequence[Piece], codec: Codec) -> int:
+    """Bytes of what `select` yields."""
+    specs = (tensors.specs[tensors.place[piece.tensor]] for piece in pieces)
+    return sum(codec.part_size(spec.shape, piece.box) for spec, piece in zip(specs, pieces, strict=True))
+
+
 def select(tensors: Fragment, payload: Tensor, pieces: Sequence[Piece], codec: Codec) -> Iterator[Tensor]:
     """Yields the parts of a fragment's payload (uint8, tensors in flat order) that decode to `pieces`, in order."""
     ends = list(accumulate(codec.size(spec.numel) for spec in tensors.specs))

@@ -21,7 +21,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-CodecName = Literal["fp32", "bf16"]
+CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "e3m0", "int2", "topk", "topk-128", "topk-int8"]
 Strategy = Literal["whole", "sequential", "strided", "balanced"]
 BufferPolicy = Literal["local", "average", "first"]
 Weighting = Literal["tokens", "uniform"]
@@ -170,9 +170,13 @@ class MergeConfig(Settings):
 
 class WireConfig(Settings):
     up: CodecName = "fp32"
-    """Codec of contributions."""
+    """Codec of contributions (`docs/codecs.md`). What int4 and those below drop, islands keep and send with the next
+    contribution (error feedback)."""
     down: CodecName = "fp32"
     """Codec of updates. What it drops stays in the coordinator's residual and is sent later."""
+    feedback_decay: Fraction = 1.0
+    """Factor on what an island kept of its last contribution when it is added to the next: 1 loses nothing, SparseLoCo
+    uses 0.95 with `topk` and no outer momentum, 0 keeps nothing."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=4 * 2**20)] = 2**20
     """Payload of one message of a bulk stream. 256 KiB to 1 MiB is fastest."""
 
@@ -298,8 +302,14 @@ PRESETS: dict[str, Table] = {
         "outer": {"lr": 0.4, "momentum": 0.9},
         "wire": {"up": "bf16", "down": "bf16"},
     },
+    "sparse": {
+        "sync": {"strategy": "whole", "fragments": 1, "every_steps": 30, "overlap_steps": 0, "alpha": 0.0},
+        "outer": {"lr": 1.0, "momentum": 0.0},
+        "wire": {"up": "topk", "down": "topk", "feedback_decay": 0.95},
+    },
 }
-"""`preset = "..."` atop a run file: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512)."""
+"""`preset = "..."` atop a run file: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512), SparseLoCo (arXiv
+2508.15706)."""
 
 
 def load_run(text: str, source: str, overrides: Sequence[str] = ()) -> Resolved[RunConfig]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from diloco.codec import Codec
 from diloco.digest import combine, digest
-from diloco.errors import DivergedError, LayoutError
+from diloco.errors import CodecError, DivergedError, LayoutError
+from diloco.feedback import Ending, Fate, Feedback
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece, TensorSpec
 
@@ -81,6 +82,8 @@ class Replica:
         held: the pieces of this rank, in any order.
         up, down: codecs of contributions and of updates.
         alpha: share of the local parameters kept when an update is applied.
+        feedback_decay: factor on what `up` dropped of the last contribution when it is added to the next, for codecs
+            where that is worth it.
     """
 
     def __init__(
@@ -92,11 +95,14 @@ class Replica:
         up: Codec,
         down: Codec,
         alpha: float,
+        feedback_decay: float = 1.0,
     ) -> None:
         self.rank, self.fragments, self.up, self.down, self.alpha = rank, fragments, up, down, alpha
         pieces = sorted(held, key=lambda h: (h.piece.tensor, h.box.offset))
         self._held = [[h for h in pieces if h.piece.tensor in f.place] for f in fragments]
         self.position = [Position(0, 0) for _ in fragments]
+        self.feedback = [Feedback(feedback_decay) for _ in fragments] if up.feedback and feedback_decay else None
+        """Per fragment, what the up codec dropped of this rank's contributions; None for codecs that drop little."""
         self.taken: list[int | None] = [None] * len(fragments)
         """Rounds whose outcome this rank's owned anchors hold: ahead of `position` while an update is on its way into
         training. None where the anchors are no version of the run's."""
@@ -144,27 +150,54 @@ class Replica:
         """Turns staged parameters into the payload of a contribution, piece by piece (uint8).
 
         The pseudo-gradient is anchor minus local, in fp32: a descent direction (DiLoCo, algorithm 1). It is taken in
-        the staged copies, which are used up one by one, so that no more than one piece is held twice.
+        the staged copies, which are used up one by one, so that no more than one piece is held twice; with error
+        feedback they are kept until the round has ended.
 
         Raises:
             DivergedError: a pseudo-gradient that is not finite.
         """
         if staged.copied:
             staged.copied.synchronize()
-        for held in self.owned(fragment):
+        feedback = self.feedback[fragment] if self.feedback else None
+        if feedback:
+            feedback.begin()
+        for number, held in enumerate(self.owned(fragment)):
             copy = staged.copies.pop(0)
             pseudo_gradient = torch.sub(held.anchor, copy, out=copy).view(-1)
             if not torch.isfinite(pseudo_gradient).all():
                 raise DivergedError(f"the pseudo-gradient of '{held.spec.name}' is not finite", tensor=held.spec.name)
             payload = torch.empty(self.up.size(held.box.numel), dtype=torch.uint8)
-            self.up.encode(pseudo_gradient, payload)
+            if feedback:
+                feedback.encode(number, pseudo_gradient, self.up, payload)
+            else:
+                self.up.encode(pseudo_gradient, payload)
             yield payload
+
+    def receipt(self, fragment: int, fate: Fate) -> None:
+        """Hears what the coordinator says of the contribution that was encoded last."""
+        if self.feedback:
+            self.feedback[fragment].receipt(fate)
+
+    def end(self, fragment: int, ending: Ending) -> None:
+        """Settles what the codec dropped of a contribution whose round has ended; nothing where there was none."""
+        if self.feedback:
+            self.feedback[fragment].end(ending, self.alpha)
+
+    def give_up(self) -> None:
+        """Settles all that is in flight: anchors and local parameters are taken anew."""
+        for fragment in range(len(self.fragments)):
+            self.end(fragment, Ending.PASSED_OVER)
+
+    def forget(self) -> None:
+        """Drops what the codec has dropped: it comes from training that is not finite."""
+        for feedback in self.feedback or ():
+            feedback.forget()
 
     # -- down -------------------------------------------------------------------------------------------------
 
     def update_size(self, held: Sequence[Held]) -> int:
         """Bytes of an update for some pieces."""
-        return sum(self.down.size(h.box.numel) for h in held)
+        return sum(self.down.part_size(h.spec.shape, h.box) for h in held)
 
     def decode(self, held: Sequence[Held], payload: Tensor) -> None:
         """Moves the anchors of some pieces by an update: `anchor <- anchor - decoded`, the same bits everywhere.
@@ -174,27 +207,27 @@ class Replica:
             payload: uint8 [update_size(held)].
 
         Raises:
-            CodecError: the payload has another size; no anchor has moved.
+            CodecError: the payload has another size, or is damaged; no anchor has moved.
         """
-        self.down.check(payload, sum(h.box.numel for h in held))
-        for h, part in self._split(held, payload, self.down):
-            step = torch.empty(h.box.numel, dtype=torch.float32)
-            self.down.decode(part, step)
+        steps = [torch.empty(h.box.numel, dtype=torch.float32) for h in held]
+        for h, part, step in zip(held, self._split(held, payload, self.down), steps, strict=True):
+            self.down.decode_part(part, h.spec.shape, h.box, step)
+        for h, step in zip(held, steps, strict=True):
             h.anchor.sub_(step.view(h.box.size))
 
     def load(self, held: Sequence[Held], payload: Tensor, codec: Codec) -> None:
         """Replaces the anchors of some pieces by whole values, as when joining."""
-        codec.check(payload, sum(h.box.numel for h in held))
-        for h, part in self._split(held, payload, codec):
-            codec.decode(part, h.anchor.view(-1))
+        for h, part in zip(held, self._split(held, payload, codec), strict=True):
+            codec.decode_part(part, h.spec.shape, h.box, h.anchor.view(-1))
 
     @staticmethod
-    def _split(held: Sequence[Held], payload: Tensor, codec: Codec) -> Iterator[tuple[Held, Tensor]]:
-        start = 0
-        for h in held:
-            size = codec.size(h.box.numel)
-            yield h, payload[start : start + size]
-            start += size
+    def _split(held: Sequence[Held], payload: Tensor, codec: Codec) -> list[Tensor]:
+        """The part of each piece."""
+        sizes = [codec.part_size(h.spec.shape, h.box) for h in held]
+        if payload.numel() != sum(sizes):
+            numel = sum(h.box.numel for h in held)
+            raise CodecError(f"{codec.name}: {payload.numel()} bytes cannot be {numel} values, which take {sum(sizes)}")
+        return list(torch.split(payload, sizes))
 
     def digest_parts(self, fragment: int) -> tuple[int, int]:
         """This rank's parts of two sums over the island: the fragment's digest, and a check that must come to 0.

@@ -14,6 +14,7 @@ from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
 from diloco.errors import DeadlineExceeded, Dismissed, Expired, Refused, StaleEpoch
 from diloco.failpoints import failpoint
+from diloco.feedback import Ending, Fate
 from diloco.framing import piece_to_proto
 from diloco.replica import Held, Replica, Staged
 from diloco.v1 import coordinator_pb2 as pb
@@ -60,6 +61,7 @@ class Courier:
         """The epoch is over: what is in flight moves no anchor any more."""
         with self.anchors:
             self._abandoned = True
+            self._replica.give_up()
 
     def seed(self, fragment: int) -> None:
         """Sends the first parameters of the owned pieces (fp32)."""
@@ -111,9 +113,10 @@ class Courier:
         failpoint("push-answered")
         if receipt.dropped:
             log.warning("contribution to fragment %d round %d: %s", fragment, round_, receipt.dropped)
-        else:
-            with self.anchors:
-                self.accepted += 1
+        with self.anchors:
+            self.accepted += not receipt.dropped
+            if not self._abandoned:
+                self._replica.receipt(fragment, _fate(receipt))
 
     def sit_out(self, fragment: int, round_: int, reason: str) -> pb.FetchHeader:
         """Says, as rank 0, that the island contributes nothing to a round; then as `fetch_update`."""
@@ -162,9 +165,11 @@ class Courier:
                 )
         with self.anchors:
             self._check()
-            if header.outcome == "committed":
+            committed = header.outcome == "committed"
+            if committed:
                 self._replica.decode(owned, payload)
                 failpoint("anchor-moved")
+            self._replica.end(fragment, Ending.COMMITTED if committed else Ending.NOT_COMMITTED)
             self._replica.taken[fragment] = round_ + 1
         return header
 
@@ -194,6 +199,7 @@ class Courier:
         with self.anchors:
             self._check()
             self._replica.load(owned, payload, by_id(header.codec_id, header.codec_version))
+            self._replica.end(fragment, Ending.PASSED_OVER)
             self._replica.taken[fragment] = header.round
         if spool:
             remove(spool)
@@ -230,3 +236,9 @@ class Courier:
             fragment=fragment,
             pieces=[piece_to_proto(h.piece) for h in held],
         )
+
+
+def _fate(receipt: pb.Receipt) -> Fate:
+    if receipt.dropped:
+        return Fate.DROPPED
+    return Fate.CARRIED if receipt.late else Fate.COUNTS

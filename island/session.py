@@ -187,6 +187,7 @@ class Session:
                 up=CODECS[self.config.wire.up],
                 down=CODECS[self.config.wire.down],
                 alpha=self.config.sync.alpha,
+                feedback_decay=self.config.wire.feedback_decay,
             )
             self._begin(reply)
             link.persist(limits.reconnect_s)
@@ -450,6 +451,8 @@ class Session:
         self._say("%s: going back to the anchors", what)
         self.rollbacks += 1
         self.anchors.reset()
+        with self.courier.anchors:
+            self.replica.forget()
         if self.optimizer:
             self.optimizer.state.clear()
             self.optimizer.zero_grad()

@@ -1,87 +1,40 @@
 """Codecs: fp32 tensors to bytes and back, behind one seam.
 
+    base      what a codec is; fp32 and bf16, which cast every value by itself
+    blocks    codecs that code values block by block, and how a box is cut out of them
+    scaled    fp16, int8, int4, e3m0, int2: a scale per block
+    topk      the largest values of every chunk
+    native    where the compiled kernels are, if they are
+    policy    which codec suits which tensor
+
 A payload is the codes of its boxes or tensors, one after the other, little-endian, with nothing between. A codec is
 known on the wire by `id` and `version`; the bytes of a version never change.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
-
-import torch
-from torch import Tensor
-
+from diloco.codec.base import Bf16, Codec, Fp32
+from diloco.codec.scaled import E3m0, Fp16, Int2, Int4, Int8
+from diloco.codec.topk import TopK
 from diloco.errors import CodecError
-from diloco.layout import Box
 
+__all__ = ["CODECS", "Codec", "by_id"]
 
-class Codec(ABC):
-    """Turns fp32 values into bytes and back. Stateless, and safe to use from several threads."""
-
-    id: ClassVar[int]
-    name: ClassVar[str]
-    version: ClassVar[int] = 1
-
-    @abstractmethod
-    def size(self, numel: int) -> int:
-        """Bytes that `numel` values of one tensor or box take."""
-
-    @abstractmethod
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """Writes the codes of `values` (fp32 [n], contiguous) to `out` (uint8 [size(n)], contiguous)."""
-
-    @abstractmethod
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Writes the values of `payload` (uint8 [size(n)], contiguous) to `out` (fp32 [n], contiguous)."""
-
-    @abstractmethod
-    def select(self, payload: Tensor, shape: Sequence[int], box: Box) -> Tensor:
-        """The part of a whole tensor's payload that decodes to `box` (uint8 [size(box.numel)])."""
-
-    def check(self, payload: Tensor, numel: int) -> None:
-        """Raises `CodecError` unless `payload` has the bytes of `numel` values."""
-        if payload.numel() != self.size(numel):
-            raise CodecError(
-                f"{self.name}: {payload.numel()} bytes cannot be {numel} values, which take {self.size(numel)}"
-            )
-
-
-class Cast(Codec):
-    """Every value as one element of a narrower (or the same) floating-point type, rounded to nearest even."""
-
-    dtype: ClassVar[torch.dtype]
-
-    def size(self, numel: int) -> int:
-        return numel * self.dtype.itemsize
-
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        self.check(out, values.numel())
-        out.view(self.dtype).copy_(values)
-
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        self.check(payload, out.numel())
-        out.copy_(payload.view(self.dtype))
-
-    def select(self, payload: Tensor, shape: Sequence[int], box: Box) -> Tensor:
-        items = payload.view(*shape, self.dtype.itemsize)
-        return items[box.slices].reshape(-1)
-
-
-class Fp32(Cast):
-    """The values themselves. 32 bits a value; no error."""
-
-    id, name, dtype = 1, "fp32", torch.float32
-
-
-class Bf16(Cast):
-    """bfloat16. 16 bits a value; relative error below 2^-8 for normal values."""
-
-    id, name, dtype = 2, "bf16", torch.bfloat16
-
-
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16())}
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Fp32(),
+        Bf16(),
+        Fp16(),
+        Int8(),
+        Int4(),
+        E3m0(),
+        Int2(),
+        TopK("topk", 16, keep=64, value_bits=2),
+        TopK("topk-128", 17, keep=128, value_bits=2),
+        TopK("topk-int8", 18, keep=64, value_bits=8),
+    )
+}
 _BY_ID = {(codec.id, codec.version): codec for codec in CODECS.values()}
 
 

@@ -1,0 +1,115 @@
+"""Error feedback on the island: what the up-link codec drops of a contribution is kept for a later one.
+
+    to encode = pseudo-gradient + decay * residual          left = to encode - what its payload decodes to
+
+What becomes of a fragment's residual is known when its round has ended here, from two things: what the coordinator
+said of the contribution, and what became of the round. Nothing else settles it.
+
+| the round | the contribution counts | it is carried into a later round | it was dropped, or there is no receipt |
+|---|---|---|---|
+| was committed | left | left | residual + (1 - alpha) * pseudo-gradient |
+| was not | residual | left - pseudo-gradient | residual |
+| is passed over, the anchor taken anew | left | left | residual |
+
+Where a round is committed, mixing leaves alpha of the pseudo-gradient in the local parameters, so the next one has it
+again; the rest would be lost without a contribution that counts. Where it is not committed, the island trains on from
+the same anchor and the next pseudo-gradient has this one in it: nothing is to be added, and what is carried all the
+same is to be taken off. Where the anchor is taken anew, what was not contributed is given up, as with every codec;
+the residual stays, since nobody has applied it. Where training was not finite, all residuals are forgotten.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from diloco.codec import Codec
+
+
+class Fate(Enum):
+    """What the coordinator has said of a contribution."""
+
+    UNKNOWN = "no receipt"
+    COUNTS = "counts in its round"
+    CARRIED = "came late and counts in a later round"
+    DROPPED = "dropped"
+
+
+class Ending(Enum):
+    """What became of a contribution's round on this island."""
+
+    COMMITTED = "the anchor has moved, and is mixed into the local parameters"
+    NOT_COMMITTED = "the anchor stays, and so do the local parameters"
+    PASSED_OVER = "anchor and local parameters are taken anew"
+
+
+def settled(residual: Tensor, moved: Tensor, left: Tensor, fate: Fate, ending: Ending, alpha: float) -> Tensor:
+    """The residual after a round: one cell of the table above. Changes none of its arguments.
+
+    Args:
+        residual: what was kept before it.
+        moved: the pseudo-gradient.
+        left: what the codec dropped of both.
+        alpha: share of the local parameters that mixing keeps.
+    """
+    counts = fate in (Fate.COUNTS, Fate.CARRIED)
+    match ending:
+        case Ending.COMMITTED:
+            return left if counts else torch.add(residual, moved, alpha=1 - alpha)
+        case Ending.NOT_COMMITTED:
+            return left - moved if fate is Fate.CARRIED else residual
+        case Ending.PASSED_OVER:
+            return left if counts else residual
+
+
+class Feedback:
+    """Residuals of the pieces of one fragment that this rank sends, and its contribution in flight, if any.
+
+    fp32 on the CPU: one value per element between rounds, three while a contribution is in flight.
+
+    Args:
+        decay: factor on a residual when it is sent.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self._residuals: dict[int, Tensor] = {}
+        self._flight: dict[int, tuple[Tensor, Tensor]] = {}
+        """Per piece: the pseudo-gradient, and what the codec left of it and the residual."""
+        self._fate = Fate.UNKNOWN
+
+    def residual(self, piece: int, numel: int) -> Tensor:
+        """What is kept of a piece, the so-manyth that this rank sends: fp32 [numel]."""
+        kept = self._residuals.get(piece)
+        return torch.zeros(numel, dtype=torch.float32) if kept is None else kept
+
+    def begin(self) -> None:
+        """Begins a contribution. One before it that was never settled leaves the residual as it was."""
+        self._flight.clear()
+        self._fate = Fate.UNKNOWN
+
+    def encode(self, piece: int, moved: Tensor, codec: Codec, payload: Tensor) -> None:
+        """Encodes a piece's pseudo-gradient (fp32 [n], kept) with its residual into `payload`."""
+        total = torch.add(moved, self.residual(piece, moved.numel()), alpha=self._decay)
+        codec.encode(total, payload)
+        left = torch.empty_like(total)
+        codec.decode(payload, left)
+        self._flight[piece] = moved, torch.sub(total, left, out=left)
+
+    def receipt(self, fate: Fate) -> None:
+        """Hears what the coordinator says of the contribution in flight."""
+        self._fate = fate
+
+    def end(self, ending: Ending, alpha: float) -> None:
+        """Settles the contribution in flight, if there is one."""
+        for piece, (moved, left) in self._flight.items():
+            before = self.residual(piece, moved.numel())
+            self._residuals[piece] = settled(before, moved, left, self._fate, ending, alpha)
+        self.begin()
+
+    def forget(self) -> None:
+        """Drops the residuals and what is in flight."""
+        self._residuals.clear()
+        self.begin()
