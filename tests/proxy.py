@@ -86,22 +86,22 @@ class Proxy:
 
     def _pump(self, way: Way, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._left[way] != 0 or source not in self._open)
-                    if source not in self._open:
-                        break
-                    left = self._left[way]
-                data = source.recv(65536 if left is None else min(left, 65536))
-                if not data:
+            while data := source.recv(65536):
+                while data:
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._left[way] != 0 or source not in self._open)
+                        if source not in self._open:
+                            break
+                        left = self._left[way]
+                        passing, data = (data, b"") if left is None else (data[:left], data[left:])
+                        self.count[way] += len(passing)
+                        if left is not None:
+                            self._left[way] = left - len(passing)
+                    sink.sendall(passing)
+                    with self._changed:
+                        self._changed.notify_all()
+                if source not in self._open:
                     break
-                sink.sendall(data)
-                with self._changed:
-                    self.count[way] += len(data)
-                    before = self._left[way]
-                    if before is not None:
-                        self._left[way] = max(0, before - len(data))
-                    self._changed.notify_all()
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

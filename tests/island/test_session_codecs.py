@@ -92,12 +92,12 @@ class Line:
         self.receipt, self.outcome = receipt, outcome
         self.fails = False
 
-    def push(self, *_: object) -> pb.Receipt:
+    def push(self, *_: object, **__: object) -> pb.Receipt:
         if self.fails:
             raise StaleEpoch("the lease is over")
         return self.receipt
 
-    def fetch(self, _: object, size: int) -> tuple[pb.FetchHeader, torch.Tensor]:
+    def fetch(self, _: object, size: int, *__: object) -> tuple[pb.FetchHeader, torch.Tensor]:
         payload = torch.zeros(size, dtype=torch.uint8)
         if self.outcome == "anchor":
             return pb.FetchHeader(outcome="anchor", codec_id=1, codec_version=1), payload
@@ -162,7 +162,7 @@ def test_a_receipt_that_comes_under_an_old_epoch_settles_nothing_of_the_new_one(
     heard: list[Fate] = []
     mine.receipt = lambda fragment, fate: heard.append(fate)  # type: ignore[method-assign]
     fresh = Courier(line, mine, pb.HeartbeatRequest(), config("topk", "fp32"))  # type: ignore[arg-type]
-    line.push = lambda *_: fresh.abandon() or pb.Receipt()  # type: ignore[method-assign, func-returns-value]
+    line.push = lambda *_, **__: fresh.abandon() or pb.Receipt()  # type: ignore[method-assign, func-returns-value]
     fresh.contribute(0, 0, 0, mine.stage(0), tokens=1, steps=1)
     assert heard == []
 
