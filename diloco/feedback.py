@@ -98,6 +98,11 @@ class Feedback:
         codec.decode(payload, left)
         self._flight[piece] = moved, torch.sub(total, left, out=left)
 
+    @property
+    def fate(self) -> Fate:
+        """What the coordinator has said of the contribution in flight."""
+        return self._fate
+
     def receipt(self, fate: Fate) -> None:
         """Hears what the coordinator says of the contribution in flight."""
         self._fate = fate

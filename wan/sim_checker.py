@@ -14,6 +14,7 @@ I9  once nothing disturbs it any more, the run ends
 I10 the updates of a fragment's last rounds stay to be fetched, across crashes
 I11 a request is answered within a bound, and what has come of a push need not come again
 I12 nobody hears of what is not durable
+I13 what a codec drops of a contribution is settled by a receipt, and by nothing else
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from diloco.codec import CODECS, by_id
 from diloco.config import RunConfig
 from diloco.digest import show
 from diloco.errors import DilocoError, Expired
+from diloco.feedback import Fate
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece
 from diloco.merge import shares
@@ -260,6 +262,11 @@ class Checker:
     def based(self, island: str, fragment: int, version: int, digest: int) -> None:
         """An island contributes from a version."""
         self._same_digest(fragment, version, digest, f"{island}, which contributes from it")
+
+    def settled(self, key: Key, rank: int, fate: Fate) -> None:
+        """A rank takes what the codec dropped of a contribution for all that is left of it, or does not."""
+        if fate in (Fate.COUNTS, Fate.CARRIED) and rank not in self._acked[key]:
+            self.violate("I13", f"rank {rank} settles its part of {key}, of which it has no receipt")
 
     def mismatched(self, island: str, fragment: int, version: int) -> None:
         """What an island has fetched, every chunk with its checksum, is not what the coordinator named."""

@@ -23,6 +23,7 @@ from diloco.errors import (
     StaleEpoch,
     Unreachable,
 )
+from diloco.feedback import Ending, Fate
 from diloco.fragments import Fragment
 from diloco.layout import Box, Layout, Piece
 from diloco.replica import Held, Position, Replica
@@ -124,6 +125,8 @@ class SimIsland(Owner):
         self._overdue: dict[Key, int] = {}
         self._silent_since: float | None = None
         self._rejoins_in_a_row = self._rollbacks_in_a_row = 0
+        self._sending: dict[tuple[int, int], tuple[int, int]] = {}
+        """By fragment and rank, epoch and round of the contribution that is in flight."""
 
     def _request(self, method: str, fragment: int = 0, rank: int = 0) -> Request:
         pieces = tuple(h.piece for h in self.replicas[rank].owned(fragment)) if method in ("update", "anchor") else ()
@@ -171,6 +174,8 @@ class SimIsland(Owner):
             if self._rejoins_in_a_row > REJOINS:
                 raise error
             self.rejoins += 1
+            for fragment, rank in list(self._sending):
+                self._settle(fragment, rank, Ending.PASSED_OVER)
             self._flights.clear()
             self._overdue.clear()
             try:
@@ -289,6 +294,7 @@ class SimIsland(Owner):
             reply, payload = yield from self.link.fetch(self._request("anchor", fragment, rank), size)
             self._guard(session)
             replica.load(owned, payload, CODECS["fp32"])
+            self._settle(fragment, rank, Ending.PASSED_OVER)
             replica.taken[fragment] = reply.round
             found.append(reply)
         newest = max(found, key=lambda reply: reply.round)
@@ -378,6 +384,9 @@ class SimIsland(Owner):
         if self._rollbacks_in_a_row >= ROLLBACKS:
             raise DivergedError("training is not finite, for the third time in a row")
         self._reset()
+        for replica in self.replicas:
+            replica.forget()
+        self._sending.clear()
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -405,14 +414,31 @@ class SimIsland(Owner):
                 tokens=self.tokens - self._adopted[fragment][0],
                 steps=self.at_step - self._adopted[fragment][1],
             )
-            receipt = yield from self.link.push(request, self._payload(fragment, rank, poison))
+            payload = self._payload(fragment, rank, poison)
+            self._sending[fragment, rank] = self.epoch, round_
+            receipt = yield from self.link.push(request, payload)
+            self._guard(session)
+            replica.receipt(fragment, self.heard(receipt))
             self._rollbacks_in_a_row *= bool(receipt.dropped)
         return (yield from self._fetch_update(fragment, round_, rank, session))
+
+    def heard(self, receipt: Reply) -> Fate:
+        """What a receipt says of a contribution."""
+        if receipt.dropped:
+            return Fate.DROPPED
+        return Fate.CARRIED if receipt.late else Fate.COUNTS
+
+    def _settle(self, fragment: int, rank: int, ending: Ending) -> None:
+        """Settles what the codec dropped of a rank's contribution in flight, if there is one."""
+        replica, sending = self.replicas[rank], self._sending.pop((fragment, rank), None)
+        if replica.feedback and sending:
+            self.outside.settled(self.shape.id, sending[0], fragment, sending[1], rank, replica.feedback[fragment].fate)
+        replica.end(fragment, ending)
 
     def _payload(self, fragment: int, rank: int, poison: str) -> Tensor:
         replica = self.replicas[rank]
         payload = torch.cat([*replica.encode(fragment, replica.stage(fragment)), torch.empty(0, dtype=torch.uint8)])
-        if poison == "sent" and payload.numel():
+        if poison == "sent" and payload.numel() and self.config.wire.up in ("fp32", "bf16"):
             payload.view(torch.float32 if self.config.wire.up == "fp32" else torch.bfloat16)[0] = torch.nan
         return payload
 
@@ -432,8 +458,10 @@ class SimIsland(Owner):
             waited += 0.0 if self.directive == "pause" else WAIT_S
             if waited > bound:
                 raise Unreachable(f"round {round_} of fragment {fragment} has not ended in time")
-        if reply.outcome == "committed":
+        committed = reply.outcome == "committed"
+        if committed:
             replica.decode(owned, payload)
+        self._settle(fragment, rank, Ending.COMMITTED if committed else Ending.NOT_COMMITTED)
         replica.taken[fragment] = round_ + 1
         return reply
 

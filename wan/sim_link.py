@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor
 
 from diloco.errors import CodecError, DeadlineExceeded, DilocoError, Expired, Overload, Unreachable
+from diloco.feedback import Fate
 from diloco.framing import Collector, chunks
 from wan.sim_wire import Answer, Reply, Request
 from wan.sim_world import Gate, Work, World
@@ -38,6 +39,9 @@ class Outside(Protocol):
 
     def based(self, island: str, fragment: int, version: int, digest: int) -> None:
         """The island contributes from a version."""
+
+    def settled(self, island: str, epoch: int, fragment: int, round_: int, rank: int, fate: Fate) -> None:
+        """A rank settles what the codec dropped of a contribution, by what it has heard of it."""
 
     def mismatched(self, island: str, fragment: int, version: int) -> None:
         """What an island has fetched has another digest than the coordinator named."""

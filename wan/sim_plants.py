@@ -17,6 +17,7 @@ from coordinator.state import State, with_member
 from coordinator.upload import Key
 from diloco.config import RunConfig
 from diloco.errors import StaleEpoch
+from diloco.feedback import Fate
 from diloco.replica import Position
 from wan.sim_coordinator import Row, Watcher
 from wan.sim_disk import Disk
@@ -242,6 +243,14 @@ class UnknownAnchor(SimIsland):
             replica.position[fragment], replica.taken[fragment] = Position(*stand[:2]), stand[1]
 
 
+class SettleUnheard(SimIsland):
+    """Takes what it has sent for what counts."""
+
+    def heard(self, receipt: Reply) -> Fate:
+        """Does not look at what the coordinator says."""
+        return Fate.COUNTS
+
+
 PLANTS: dict[str, Plant] = {
     "ack-before-fsync": Plant(coordinator=AckBeforeFsync),
     "forget-epoch": Plant(coordinator=ForgetEpoch),
@@ -257,5 +266,6 @@ PLANTS: dict[str, Plant] = {
     "compact-too-far": Plant(coordinator=CompactTooFar),
     "silent-newcomer": Plant(island=SilentNewcomer),
     "keep-training-from-unknown-anchor": Plant(island=UnknownAnchor),
+    "settle-without-receipt": Plant(island=SettleUnheard),
 }
 """By the name that `--plant` takes."""

@@ -16,10 +16,11 @@ from coordinator.fold import Outer
 from coordinator.results import Outcome
 from diloco.config import RunConfig, load_run
 from diloco.errors import DilocoError
+from diloco.feedback import Fate
 from diloco.fragments import partition
 from diloco.layout import Layout, TensorSpec
 from diloco.schedule import Schedule
-from wan.sim_checker import Checker, Violation
+from wan.sim_checker import Checker, Key, Violation
 from wan.sim_coordinator import SimCoordinator
 from wan.sim_disk import FREE_BYTES, Disk
 from wan.sim_island import Shape, SimIsland, senders
@@ -80,8 +81,8 @@ def configure(rng: random.Random, islands: int) -> RunConfig:
         [merge]
         weights = "{rng.choice(("tokens", "uniform"))}"
         [wire]
-        up = "{rng.choice(("fp32", "bf16"))}"
-        down = "{rng.choice(("fp32", "bf16"))}"
+        up = "{rng.choice(("fp32", "bf16", "int4", "int2"))}"
+        down = "{rng.choice(("fp32", "bf16", "int8"))}"
         chunk_bytes = 4096
         [rounds]
         start_islands = {start}
@@ -419,6 +420,10 @@ class Simulation:
     def based(self, island: str, fragment: int, version: int, digest: int) -> None:
         """An island contributes from a version."""
         self.checker.based(island, fragment, version, digest)
+
+    def settled(self, island: str, epoch: int, fragment: int, round_: int, rank: int, fate: Fate) -> None:
+        """A rank settles what the codec dropped of a contribution."""
+        self.checker.settled(Key(island, epoch, fragment, round_), rank, fate)
 
     def mismatched(self, island: str, fragment: int, version: int) -> None:
         """What an island has fetched is not what the coordinator named."""

@@ -294,7 +294,7 @@ def place_of(request: Request) -> Place:
 
 
 def _receipt(taken: Taken) -> Reply:
-    return Reply(duplicate=taken.duplicate, dropped=taken.dropped)
+    return Reply(duplicate=taken.duplicate, dropped=taken.dropped, late=taken.late)
 
 
 def _unstored(problem: OSError) -> DilocoError:

@@ -55,6 +55,7 @@ class Reply:
     seeder: str = ""
     directive: str = ""
     dropped: str = ""
+    late: str = ""
     duplicate: bool = False
     settled: bool = False
     """A `resume` that says that nothing more is to be sent."""
