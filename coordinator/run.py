@@ -135,6 +135,7 @@ class Run:
         if self.outers:
             await self._keeper.finish()
         self._keeper.close()
+        await self.uploads.close(self.intake.over)
         self._worker.shutdown()
         self._scribe.shutdown()
 

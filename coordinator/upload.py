@@ -13,6 +13,7 @@ chunk, when a coordinator first needs them; what is not as recorded is cut off.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import struct
@@ -295,3 +296,9 @@ class Uploads:
         for upload in [u for u in self._uploads.values() if over(u.key.slot)]:
             if upload.stream is None:
                 await self.drop(upload)
+
+    async def close(self, over: Callable[[Slot], bool]) -> None:
+        """Drops what is over, and ends the thread once it has written what it is at; what is under way stays."""
+        with contextlib.suppress(OSError):  # a start finds what a failing disk does not let go
+            await self.prune(over)
+        self._thread.shutdown()

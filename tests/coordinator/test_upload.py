@@ -172,6 +172,15 @@ def test_a_start_keeps_uploads_and_removes_what_is_none(tmp_path: Path) -> None:
     assert uploads.find(KEY, 999) is None
 
 
+def test_the_end_leaves_what_is_under_way_and_nothing_that_is_over(tmp_path: Path) -> None:
+    for name in (f"{KEY.name}.partial", f"{KEY.name}.sums"):
+        (tmp_path / name).write_bytes(b"1234")
+    asyncio.run(Uploads(tmp_path, REAL).close(lambda slot: slot != SLOT))
+    assert names(tmp_path) == [f"{KEY.name}.partial", f"{KEY.name}.sums"]
+    asyncio.run(Uploads(tmp_path, REAL).close(lambda slot: slot == SLOT))
+    assert names(tmp_path) == []
+
+
 def test_a_slot_keeps_one_payload_and_each_one_stream(tmp_path: Path) -> None:
     async def play() -> None:
         uploads, other = Uploads(tmp_path, REAL), Key(SLOT, digest(b"other"))
