@@ -173,9 +173,12 @@ class Run:
         return self.settled
 
     async def _tick(self) -> None:
+        caught_up = False
         while True:
             try:
-                await self.in_turn(self.intake.catch_up)
+                if not caught_up:
+                    await self.in_turn(self.intake.catch_up)
+                    caught_up = True
                 await asyncio.sleep(min(1.0, self.config.rounds.lease_s / 10))
                 await self.take(rounds.Tick())
                 self._see_stopped()

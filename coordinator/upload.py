@@ -70,27 +70,19 @@ class Key:
         return cls(Slot(int(fragment), int(round_), island, int(rank), kind == "seed"), digest)
 
 
-class Upload:
-    """One payload as a growing file. All methods are called on one thread.
+class Growing:
+    """One payload as it grows, wherever its bytes are kept.
 
     Args:
-        folder: where its files are.
-        files: how the disk is written.
         key: which payload.
         total_bytes: its size as announced; none for one that an earlier coordinator began, until it is announced again.
+        found_bytes: bytes that were found of such a one.
     """
 
-    def __init__(self, folder: Path, files: Files, key: Key, total_bytes: int | None) -> None:
-        self.key, self.total_bytes, self._disk = key, total_bytes, files
-        self.path = folder / f"{key.name}.partial"
-        self._sums_path = folder / f"{key.name}.sums"
-        self._found_bytes = self.path.stat().st_size if total_bytes is None else 0
+    def __init__(self, key: Key, total_bytes: int | None, found_bytes: int) -> None:
+        self.key, self.total_bytes = key, total_bytes
+        self._found_bytes = found_bytes
         self._assembly: Assembly | None = None
-        self._hash = xxhash.xxh3_128()
-        self._records = 0
-        self._files: tuple[int, int] | None = None
-        self.stream: Stream | None = None
-        """The stream that brings it now."""
 
     @property
     def have(self) -> int:
@@ -106,6 +98,28 @@ class Upload:
     def whole(self) -> bool:
         """Whether all bytes have come."""
         return self._assembly is not None and self.have == self.total_bytes
+
+
+class Upload(Growing):
+    """One payload as a growing file. All methods are called on one thread.
+
+    Args:
+        folder: where its files are.
+        files: how the disk is written.
+        key: which payload.
+        total_bytes: its size as announced; none for one that an earlier coordinator began, until it is announced again.
+    """
+
+    def __init__(self, folder: Path, files: Files, key: Key, total_bytes: int | None) -> None:
+        self._disk = files
+        self.path = folder / f"{key.name}.partial"
+        self._sums_path = folder / f"{key.name}.sums"
+        super().__init__(key, total_bytes, self.path.stat().st_size if total_bytes is None else 0)
+        self._hash = xxhash.xxh3_128()
+        self._records = 0
+        self._files: tuple[int, int] | None = None
+        self.stream: Stream | None = None
+        """The stream that brings it now."""
 
     def open(self) -> int:
         """Opens the files, reads them again if this coordinator has not written them, and returns what they have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -20,6 +21,8 @@ from wan.progress import IslandView, Progress, RunView
 from wan.report import Curve
 
 if TYPE_CHECKING:
+    import torch
+
     from wan.demo import Demo
 
 POLL_S = 0.4
@@ -134,9 +137,22 @@ def _view(plan: Plan, records: Path, elapsed_s: float) -> RunView:
 
 
 def main(run_path: str, island_path: str) -> None:
-    """Trains one comparison; a rank of torch's launcher. DDP where there are several ranks."""
-    import torch
+    """Trains one comparison; a rank of torch's launcher."""
     import torch.distributed as dist
+
+    from island import mesh
+
+    run = load_run(Path(run_path).read_text(), run_path).value
+    config = load_island(Path(island_path).read_text(), island_path).value
+    _train(run, config, mesh.start(config.mesh))
+    gc.collect()
+    # DDP's reducer must not be the last to hold the process group: torch frees it with the GIL held, and then waits for
+    # a thread of gloo's that may be waiting for the GIL.
+    dist.destroy_process_group()
+
+
+def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
+    """Trains to the end of the run; DDP where there are several ranks."""
     from torch.nn.parallel import DistributedDataParallel
 
     from island import mesh
@@ -146,9 +162,6 @@ def main(run_path: str, island_path: str) -> None:
     from island.model import Decoder
     from island.trainer import Trainer, held_out_loss
 
-    run = load_run(Path(run_path).read_text(), run_path).value
-    config = load_island(Path(island_path).read_text(), island_path).value
-    device = mesh.start(config.mesh)
     group = Group()
     model: torch.nn.Module = Decoder(config=run.model).to(device)
     mesh.fill(model, run)
@@ -170,7 +183,6 @@ def main(run_path: str, island_path: str) -> None:
         trainer.train()
         loss = held_out_loss(model, text, EVAL_SEQUENCES, device, group, nullcontext())
         metrics.record("end", loss=loss)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

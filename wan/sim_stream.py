@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from coordinator.upload import RETRY_S, Key, Slot
+from coordinator.upload import RETRY_S, Growing, Key, Slot
 from diloco.errors import CodecError, Overload
 from diloco.framing import Assembly
 from wan.sim_disk import Disk, Partial
@@ -29,7 +29,7 @@ class Stream:
     storing: bool = False
 
 
-class SimUpload:
+class SimUpload(Growing):
     """One payload as a growing file.
 
     Args:
@@ -39,30 +39,14 @@ class SimUpload:
     """
 
     def __init__(self, disk: Disk, key: Key, total_bytes: int | None) -> None:
-        self.disk, self.key, self.total_bytes = disk, key, total_bytes
-        self._found_bytes = len(self.file.data) if total_bytes is None else 0
-        self._assembly: Assembly | None = None
+        self.disk, self.key = disk, key
+        super().__init__(key, total_bytes, len(self.file.data) if total_bytes is None else 0)
         self.stream: Stream | None = None
 
     @property
     def file(self) -> Partial:
         """Its two files, made where there are none."""
         return self.disk.partials.setdefault(self.key.name, Partial())
-
-    @property
-    def have(self) -> int:
-        """Bytes that have come, from the first; of files that were only found, their size."""
-        return self._assembly.have if self._assembly else self._found_bytes
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that it takes, or will take, on the disk."""
-        return self.have if self.total_bytes is None else self.total_bytes
-
-    @property
-    def whole(self) -> bool:
-        """Whether all bytes have come."""
-        return self._assembly is not None and self.have == self.total_bytes
 
     def open(self) -> int:
         """Reads the files again if this coordinator has not written them; returns what they have."""
