@@ -55,6 +55,8 @@ class Desk:
         if not request.all and request.fragment >= moving:
             raise Malformed(f"there is no fragment {request.fragment} with rounds; the run has {moving}, from 0")
         fragment = None if request.all else request.fragment
+        if fragment is not None:
+            run.here(fragment)
         return pb.ExplainReply(lines=[*self._remarks(), *explain(run.state, run.clock(), fragment)])
 
     def _remarks(self) -> Iterator[str]:

@@ -21,7 +21,7 @@ def run_state(run: Run, island: str = "", *, newcomer: bool = False) -> pb.RunSt
     return pb.RunState(
         phase=run.state.phase,
         reason=phase_reason(run.state),
-        fragments=[_fragment(run, fragment) for fragment in range(len(run.fragments))],
+        fragments=[_fragment(run, fragment.index) for fragment in run.fragments if not fragment.elsewhere],
         seeder=run.state.seeder,
         step=run.step if newcomer else 0,
         directive=directive,

@@ -183,9 +183,9 @@ class Replica:
         if self.feedback:
             self.feedback[fragment].end(ending, self.alpha)
 
-    def give_up(self) -> None:
-        """Settles all that is in flight: anchors and local parameters are taken anew."""
-        for fragment in range(len(self.fragments)):
+    def give_up(self, fragments: Iterable[int]) -> None:
+        """Settles what is in flight of some fragments: their anchors and local parameters are taken anew."""
+        for fragment in fragments:
             self.end(fragment, Ending.PASSED_OVER)
 
     def forget(self) -> None:

@@ -35,6 +35,8 @@ class Courier:
         identity: run, island and epoch, for every request.
         config: the run's settings.
         spool_dir: where anchors are kept while they come, for a process that is started again; none to keep none.
+        fragments: those that the coordinator keeps; none for all.
+        guard: held while anchors are read or moved, where the island's couriers share it.
     """
 
     def __init__(
@@ -44,10 +46,14 @@ class Courier:
         identity: pb.HeartbeatRequest,
         config: RunConfig,
         spool_dir: Path | None = None,
+        fragments: Sequence[int] | None = None,
+        guard: threading.RLock | None = None,
     ) -> None:
         self._link, self._replica, self._config = link, replica, config
         self._identity, self._spool_dir = identity, spool_dir
-        self.anchors = threading.RLock()
+        self.fragments = range(len(replica.fragments)) if fragments is None else fragments
+        """Those that the coordinator keeps."""
+        self.anchors = guard or threading.RLock()
         """Held while anchors are read or moved."""
         self.accepted = 0
         """Parts of contributions that counted."""
@@ -61,7 +67,7 @@ class Courier:
         """The epoch is over: what is in flight moves no anchor any more."""
         with self.anchors:
             self._abandoned = True
-            self._replica.give_up()
+            self._replica.give_up(self.fragments)
 
     def seed(self, fragment: int) -> None:
         """Sends the first parameters of the owned pieces (fp32)."""

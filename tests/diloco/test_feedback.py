@@ -165,7 +165,7 @@ def test_codecs_that_drop_little_keep_nothing() -> None:
         assert mine.feedback is None
         mine.receipt(0, Fate.COUNTS)
         mine.end(0, Ending.COMMITTED)
-        mine.give_up()
+        mine.give_up([0])
         mine.forget()
 
 
@@ -198,7 +198,7 @@ def test_giving_up_keeps_and_forgetting_drops() -> None:
     for fate, kept in ((Fate.UNKNOWN, 0), (Fate.COUNTS, 14)):
         list(mine.encode(0, mine.stage(0)))
         mine.receipt(0, fate)
-        mine.give_up()
+        mine.give_up([0])
         assert mine.feedback[0].residual(0, 15).count_nonzero() == kept
     mine.forget()
     assert mine.feedback[0].residual(0, 15).count_nonzero() == 0
