@@ -7,6 +7,7 @@ cannot disagree. What is local to an island is in `island/config.py`.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -52,9 +53,12 @@ class RunSection(Settings):
                 f"({self.coordinator_count} of them): set run.coordinator_index={last} or less (--index), or add its "
                 "address to run.coordinators"
             )
-        twice = [address for i, address in enumerate(self.coordinators) if address in self.coordinators[:i]]
-        if twice:
-            raise ValueError(f"run.coordinators names {twice[0]} twice: give every coordinator an address of its own")
+        apart = list(dict.fromkeys(self.coordinators))
+        if len(apart) < len(self.coordinators):
+            raise ValueError(
+                f"run.coordinators names an address twice, and each coordinator has its own: "
+                f"set run.coordinators={json.dumps(apart)}"
+            )
         return self
 
     @property
@@ -312,8 +316,8 @@ class RunConfig(Settings):
         if self.run.coordinator_count > self.sync.fragments:
             raise ValueError(
                 f"run.coordinators ({self.run.coordinator_count} of them) are more than sync.fragments "
-                f"({self.sync.fragments}), so one would have nothing to do: "
-                f"set sync.fragments={self.run.coordinator_count} or name {self.sync.fragments} coordinators"
+                f"({self.sync.fragments}), so one would have nothing to do; have more fragments, or name fewer: "
+                f"set run.coordinators={json.dumps(self.run.coordinators[: self.sync.fragments])}"
             )
         return self
 
