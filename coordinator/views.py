@@ -56,6 +56,21 @@ def _fragment(run: Run, fragment: int) -> pb.FragmentState:
     return view
 
 
+def contributed(run: Run, island: str) -> list[pb.Contributed]:
+    """What became of an island's contributions to each fragment that moves and is kept here."""
+    found = {
+        fragment: rounds.contributed(run.state, fragment, island)
+        for fragment in range(len(run.state.rounds))
+        if fragment not in run.state.schedule.elsewhere
+    }
+    return [
+        pb.Contributed(
+            fragment=fragment, oldest_round=oldest, open_round=run.state.rounds[fragment].round, rounds=counted
+        )
+        for fragment, (oldest, counted) in found.items()
+    ]
+
+
 def status(run: Run) -> pb.StatusReply:
     """Everything an operator sees."""
     return pb.StatusReply(

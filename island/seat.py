@@ -27,6 +27,7 @@ from island.group import Group
 from island.heart import Heart
 from island.lease import Lease, Limits
 from island.link import Link
+from island.settling import Settling
 
 Key = tuple[int, int]
 """Fragment and round."""
@@ -116,23 +117,36 @@ class Seat:
     def _served(self) -> RunConfig:
         return load_run(self._reply.config_toml, "the coordinator").value
 
-    def begin(self, replica: Replica, config: RunConfig, together: Together, spool_dir: Path | None) -> None:
+    def begin(
+        self, replica: Replica, config: RunConfig, together: Together, settling: Settling, spool_dir: Path | None
+    ) -> None:
         """Begins an epoch.
 
         Args:
             replica: this rank's anchors.
             config: the run's settings.
             together: does bulk work with this coordinator on all ranks.
+            settling: hears what the coordinator knows of the island's contributions.
             spool_dir: see `Courier`.
         """
-        self._begun, sync = (replica, config, together, spool_dir), config.sync
+        self._begun, sync = (replica, config, together, settling, spool_dir), config.sync
         self._spoiled = self.at_home = False
+        settling.rejoin(self._reply.contributed)
         self.fragments = tuple(f.index for f in replica.fragments if coordinator_of(f.index, config.run) == self.index)
         self.pool.shutdown(wait=False, cancel_futures=True)
         flights = 2 + sync.overlap_steps * len(self.fragments) // sync.every_steps
         self.pool = ThreadPoolExecutor(max_workers=flights, thread_name_prefix="courier")
         identity = self.lease.identity(self._reply)
-        self.courier = Courier(self.link, replica, identity, config, spool_dir, self.fragments, self._guard)
+        self.courier = Courier(
+            self.link,
+            replica,
+            identity,
+            config,
+            spool_dir,
+            settling.keep,
+            fragments=self.fragments,
+            guard=self._guard,
+        )
         self.anchors = Anchors(replica, self._group, self.courier, together)
 
     def take_up(self) -> pb.RunState:
@@ -156,7 +170,7 @@ class Seat:
             with contextlib.suppress(StaleEpoch):
                 self.courier.seed(fragment)
 
-        _, _, together, _ = self._begun
+        together = self._begun[2]
         if state.seeder == self._island:
             for fragment in self.fragments:
                 together(partial(bring, fragment))

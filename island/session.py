@@ -32,12 +32,9 @@ from torch import nn
 from diloco.codec.policy import down_choice, up_choice
 from diloco.config import RunConfig
 from diloco.digest import show
-from diloco.errors import (
-    DivergedError,
-    Expired,
-    StaleEpoch,
-)
+from diloco.errors import DivergedError, Expired, StaleEpoch
 from diloco.failpoints import failpoint
+from diloco.feedback import Ending
 from diloco.fragments import partition
 from diloco.layout import Layout
 from diloco.replica import Position, Replica
@@ -51,6 +48,7 @@ from island.joining import hold, inventory, join_request, settle
 from island.lease import POLL_S, Limits
 from island.link import Link
 from island.seat import REJOINS, Key, Seat, Seats, Word
+from island.settling import Settling
 
 log = logging.getLogger("diloco.island")
 T = TypeVar("T")
@@ -90,8 +88,7 @@ def join(
         reconnect_timeout_s: how long a coordinator that has answered before may be silent.
         max_bandwidth_mbps: cap on the island's bulk traffic, each way, in megabits per second; 0 for none. Every rank
             gets an equal share of it.
-        spool_dir: folder in which anchors are kept while they come, so that an island that is started again goes on
-            with the download; empty keeps none.
+        spool_dir: folder of downloads and of what the up codec dropped, for an island that is started again; or "".
 
     Raises:
         RunMismatch: another run, or another model than the run's.
@@ -144,6 +141,7 @@ class Session:
         """Times the lease was lost and the island joined again; times it went back to the anchors for NaN or Inf."""
         self.leaving = ""
         """Why the island is to leave at this step edge; empty while it is to train."""
+        self._closing = contextlib.ExitStack()
         self._flights: dict[Key, Future[pb.FetchHeader]] = {}
         self._overdue: dict[Key, int] = {}
         self._rollbacks_in_a_row = self._accepted = 0
@@ -163,16 +161,19 @@ class Session:
                 alpha=self.config.sync.alpha,
                 feedback_decay=self.config.wire.feedback_decay,
             )
+            whose, moving = f"{self.run_id}_{island_id}", len(self.schedule.offsets)
+            self._settling = Settling(self.replica, group, spool_dir, whose, moving)
+            self._closing.callback(self._settling.close)
             self._adopted = [(0, 0)] * len(self.replica.fragments)
             for seat in self._seats:
-                seat.begin(self.replica, self.config, partial(self._together, seat), spool_dir)
+                seat.begin(self.replica, self.config, partial(self._together, seat), self._settling, spool_dir)
                 seat.link.persist(limits.reconnect_s)
             try:
                 self._take_up()
             except StaleEpoch as error:
                 self._rejoin(error)
         except BaseException as error:
-            self._seats.leave(_why(error))
+            self._shut(_why(error))
             raise
 
     def __enter__(self) -> Session:
@@ -419,7 +420,7 @@ class Session:
         for seat in self._seats:
             seat.anchors.reset()
         with self._seats.guard:
-            self.replica.forget()
+            self._settling.forget()
         if self.optimizer:
             self.optimizer.state.clear()
             self.optimizer.zero_grad()
@@ -473,6 +474,7 @@ class Session:
             header = self._result(seat, flight)
         except Expired as error:
             self._say("fragment %d: %s; doing so", fragment, error.message)
+            self._settling.settle(fragment, Ending.PASSED_OVER)
             seat.anchors.replace(fragment)
             self.replica.mix(fragment, alpha=0.0)
             self._adopted[fragment] = (self.tokens, self.at_step)
@@ -480,7 +482,9 @@ class Session:
         if late:
             self._say("fragment %d round %d is applied %d steps after its sync", fragment, round_, late)
         seat.losses = 0
-        if header.outcome == "committed":
+        ending = Ending.COMMITTED if header.outcome == "committed" else Ending.NOT_COMMITTED
+        self._settling.settle(fragment, ending)
+        if ending is Ending.COMMITTED:
             seat.anchors.confirm(fragment, Stand(header.version, round_ + 1, header.digest))
             self.replica.mix(fragment)
             failpoint("mixed")
@@ -538,7 +542,11 @@ class Session:
 
     def leave(self, reason: str) -> None:
         """Leaves the run, so that no round waits for this island."""
-        self._seats.leave(self.leaving or reason)
+        self._shut(self.leaving or reason)
+
+    def _shut(self, reason: str) -> None:
+        self._seats.leave(reason)
+        self._closing.close()
 
 
 def _why(error: BaseException) -> str:

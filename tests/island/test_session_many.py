@@ -109,6 +109,14 @@ class Site:
         assert [p.version for p in self.site.replica.position] == [version for version, _ in kept]
 
 
+def residuals(site: Session) -> list[torch.Tensor]:
+    """What the codec dropped, of each piece of each fragment."""
+    assert site.replica.feedback
+    return [
+        site.replica.feedback[f].residual(i, h.box.numel) for f in range(4) for i, h in enumerate(site.replica.owned(f))
+    ]
+
+
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., Site]]:
     with ExitStack() as stack:
@@ -161,7 +169,7 @@ def test_a_lease_lost_at_one_coordinator_is_taken_anew_there_alone(begin: Callab
     site = it.join()
     it.train(10)
     before = [p.detach().clone() for p in it.model.parameters()]
-    sent = it.versions()
+    sent, kept = it.versions(), residuals(site)
     it.expire(1)
     records: list[dict[str, Any]] = []
     site.record = lambda kind, **values: records.append({"kind": kind, **values})
@@ -181,6 +189,8 @@ def test_a_lease_lost_at_one_coordinator_is_taken_anew_there_alone(begin: Callab
             name = f"{layer}.{'bias' if number % 2 else 'weight'}"
             assert torch.equal(parameter, anchors[name])
     assert all(torch.equal(it.optimizer.state[p]["momentum_buffer"], momentum[id(p)]) for p in it.optimizer.state)
+    assert all(map(torch.equal, residuals(site), kept)), "the receipts had come"
+    assert any(values.count_nonzero() for values in kept)
     it.train(12)
     it.check()
     assert (sent, it.versions()) == ([2, 1, 1, 1], [3, 3, 3, 2])
