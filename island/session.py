@@ -457,6 +457,8 @@ class Session:
                 self._say("pausing at step %d until round %d of fragment %d has ended", self.at_step, key[1], key[0])
                 told = True
         self._adopt(seat, key)
+        del self._flights[key]
+        self._overdue.pop(key, None)
         if seat.heart:
             seat.heart.rounds = tuple(p.round for p in self.replica.position)
 
@@ -466,12 +468,11 @@ class Session:
         return self.done or self.at_step - first >= self.config.sync.max_steps_without_coordinator
 
     def _adopt(self, seat: Seat, key: Key) -> None:
-        """Applies the outcome that all ranks have."""
+        """Applies the outcome that all ranks have; from the beginning where a lost lease has interrupted it."""
         fragment, round_ = key
-        flight = self._flights.pop(key)
-        late = self.at_step - self._overdue.pop(key, self.at_step)
+        late = self.at_step - self._overdue.get(key, self.at_step)
         try:
-            header = self._result(seat, flight)
+            header = self._result(seat, self._flights[key])
         except Expired as error:
             self._say("fragment %d: %s; doing so", fragment, error.message)
             self._settling.settle(fragment, Ending.PASSED_OVER)

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
+from coordinator import rounds
 from diloco import failpoints
+from diloco.digest import show
+from tests.integration import test_faults
 from tests.integration.rank import STEPS
 from tests.integration.test_layouts import BOUND_S, launch
 from tests.processes import Process, background, diloco_here, free_port, wait_until
+from tests.support import Clock, Serving, serving
 
 LAYOUTS = ("fsdp", "single")
 RUN = f"""
@@ -73,7 +77,7 @@ class Trial:
     def islands(self, pool: ThreadPoolExecutor) -> Future[list[list[dict[str, Any]]]]:
         """Starts the islands, at the last coordinator; returns what each rank will have seen."""
         given = SimpleNamespace(address=self.addresses[-1])
-        return pool.submit(launch, given, LAYOUTS, self._folder / "islands")  # type: ignore[arg-type]
+        return pool.submit(launch, given, LAYOUTS, self._folder / "islands", alike=True)  # type: ignore[arg-type]
 
     def commits(self, index: int) -> list[tuple[int, int]]:
         """Fragment and round of what a coordinator has folded, in order."""
@@ -137,3 +141,36 @@ def test_one_that_is_killed_goes_on_where_it_was_and_the_other_has_gone_on_meanw
         trial.coordinators[1] = trial.start(1)
         assert last(islands.result(BOUND_S)) == expected
         trial.end()
+
+
+class Pair(test_faults.Island):
+    """Two ranks in processes of their own, and two coordinators, each with a clock of its own."""
+
+    def start(self) -> None:
+        plain, addresses = test_faults.config(), [self._listen, f"127.0.0.1:{free_port()}"]
+        self.clocks = [self.clock, Clock(1000.0)]
+        self.hosts: list[Serving] = []
+        for index, address in enumerate(addresses):
+            run = plain.run.model_copy(update={"coordinators": tuple(addresses), "coordinator_index": index})
+            config, state = plain.model_copy(update={"run": run}), self._folder / f"state-{index}"
+            life = serving(config, state, listen=address, clock=self.clocks[index], killed=True)
+            self.hosts.append(self._life.enter_context(life))
+
+    def outcomes(self) -> dict[tuple[int, int], str]:
+        found = [host.ask(lambda run: dict(run.outcomes)) for host in self.hosts]
+        return {(f, o.version): show(o.digest) for outcomes in found for (f, _), o in outcomes.items()}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_both_ranks_join_again_where_a_lease_is_lost_at_one_coordinator(lost: int, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        island = Pair(tmp_path, stack)
+        island.launch("fsdp", "wait")
+        island.until("at")
+        island.clocks[lost].now += test_faults.LEASE_S
+        island.hosts[lost].call(island.hosts[lost].run.take(rounds.Tick()))
+        island.go()
+        seen, _ = island.finish()
+        assert (seen["rejoins"], seen["seen"][-1][2]) == (1, [4, 3, 0])
+        epochs = [host.ask(lambda run: run.state.last_epoch) for host in island.hosts]
+        assert epochs == [2 - lost, 1 + lost]

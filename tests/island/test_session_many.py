@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from coordinator.facts import Standing
 from diloco.config import RunConfig
 from diloco.digest import show
 from diloco.errors import DilocoError, Dismissed, RunMismatch, StaleEpoch
+from diloco.replica import Held, Replica
+from island.courier import Courier
 from island.seat import REJOINS
 from island.session import Session, join
 from tests.processes import free_port, wait_until
@@ -131,6 +133,9 @@ def test_two_coordinators_come_to_the_bits_of_one(at: int, begin: Callable[..., 
     for it in (one, two):
         it.train(STEPS)
         it.check()
+    each = [seat.link.traffic() for seat in two.site._seats]
+    up, down = two.site.report()
+    assert min(up - sum(t.sent for t in each), down - sum(t.received for t in each)) >= 0 < min(map(min, each))
     assert two.site.digests() == one.site.digests()
     assert two.versions() == one.versions() == [5, 6, 6, 6]
     for mine, theirs in zip(one.model.parameters(), two.model.parameters(), strict=True):
@@ -207,6 +212,36 @@ def test_leases_lost_at_both_coordinators_are_taken_anew_at_both(begin: Callable
     assert ([seat.epoch for seat in site._seats], site.rejoins) == ([2, 2], 1)
     it.train(8)
     it.check()
+
+
+def test_an_anchor_that_is_mended_while_the_other_lease_is_lost_is_mended_all_the_same(
+    begin: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = begin()
+    site = it.join()
+    it.train(4)
+    decode, fetch, damaged = Replica.decode, Courier.fetch_anchor, list[int]()
+
+    def damaging(self: Replica, held: Sequence[Held], payload: torch.Tensor) -> None:
+        decode(self, held, payload)
+        if not damaged:
+            damaged.extend(f for f in range(4) if held[0] in self.held(f))
+            held[0].anchor.add_(1.0)
+
+    def losing(self: Courier, fragment: int) -> Any:
+        if damaged == [fragment]:
+            damaged.append(-1)
+            it.expire(1)
+        return fetch(self, fragment)
+
+    monkeypatch.setattr(Replica, "decode", damaging)
+    monkeypatch.setattr(Courier, "fetch_anchor", losing)
+    it.train(1)
+    assert damaged == [0, -1]
+    assert [seat.epoch for seat in site._seats] == [1, 2]
+    it.train(STEPS - site.at_step)
+    it.check()
+    assert it.versions() == [6, 6, 6, 6]
 
 
 def test_a_lease_that_is_lost_again_and_again_ends_the_island(begin: Callable[..., Site]) -> None:
