@@ -220,7 +220,8 @@ def test_an_anchor_that_is_mended_while_the_other_lease_is_lost_is_mended_all_th
     it = begin()
     site = it.join()
     it.train(4)
-    decode, fetch, damaged = Replica.decode, Courier.fetch_anchor, list[int]()
+    decode, fetch, contribute = Replica.decode, Courier.fetch_anchor, Courier.contribute
+    damaged, sent = list[int](), list[tuple[int, int]]()
 
     def damaging(self: Replica, held: Sequence[Held], payload: torch.Tensor) -> None:
         decode(self, held, payload)
@@ -234,6 +235,11 @@ def test_an_anchor_that_is_mended_while_the_other_lease_is_lost_is_mended_all_th
             it.expire(1)
         return fetch(self, fragment)
 
+    def noting(self: Courier, fragment: int, round_: int, *rest: Any) -> None:
+        sent.append((fragment, round_))
+        contribute(self, fragment, round_, *rest)
+
+    monkeypatch.setattr(Courier, "contribute", noting)
     monkeypatch.setattr(Replica, "decode", damaging)
     monkeypatch.setattr(Courier, "fetch_anchor", losing)
     it.train(1)
@@ -241,6 +247,7 @@ def test_an_anchor_that_is_mended_while_the_other_lease_is_lost_is_mended_all_th
     assert [seat.epoch for seat in site._seats] == [1, 2]
     it.train(STEPS - site.at_step)
     it.check()
+    assert len(sent) == len(set(sent)) == 20, "nothing is contributed twice"
     assert it.versions() == [6, 6, 6, 6]
 
 
