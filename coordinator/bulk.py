@@ -216,6 +216,7 @@ class Bulk:
     def _pieces(self, messages: Iterable[pb.Piece], fragment: int) -> list[Piece]:
         """The pieces of a request, which are boxes of the fragment's tensors and no more than it is."""
         run = self._run
+        run.here(fragment)
         assert run.layout is not None
         pieces, chart = pieces_from_proto(messages, run.layout), run.fragments[fragment]
         foreign = next((piece.tensor for piece in pieces if piece.tensor not in chart.place), None)

@@ -42,7 +42,7 @@ from diloco.errors import (
     RunMismatch,
 )
 from diloco.failpoints import failpoint
-from diloco.fragments import partition
+from diloco.fragments import coordinator_of, kept, partition
 from diloco.layout import Layout
 
 log = logging.getLogger("diloco.coordinator")
@@ -111,7 +111,7 @@ class Run:
             clean(store.root, found)
             store.recount()
             self._recall(found)
-            versions = [outer.version for outer in self.outers]
+            versions = [o.version for f, o in zip(self.fragments, self.outers, strict=False) if not f.elsewhere]
             log.info("taken up from the ledger: versions %s, %d rounds to fold", versions, len(found.pending))
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class Run:
             raise Refused("there is nothing to take a snapshot of: the run has no first parameters yet")
         outers = tuple(self.outers)
         await self.to_its_end(self._save(outers, tuple(self.ended)))
-        return [outer.version for outer in outers]
+        return [outer.version for f, outer in zip(self.fragments, outers, strict=True) if not f.elsewhere]
 
     def make_room(self) -> None:
         """Has a snapshot taken, where contributions are kept only because old snapshots lack their rounds.
@@ -429,7 +429,7 @@ class Run:
     async def _join(self, island: str, ranks: int, layout: Layout) -> int:
         self.admission.lease(island, [member.id for member in self.state.members.values() if member.present])
         first = self.layout is None
-        fragments = partition(layout, self.config.sync) if first else self.fragments
+        fragments = kept(partition(layout, self.config.sync), self.config.run) if first else self.fragments
         if self.layout is not None and layout.digest != self.layout.digest:
             raise RunMismatch(
                 f"run '{self.config.run.id}' trains a model with layout {self.layout.digest[:16]}, and island "
@@ -453,6 +453,15 @@ class Run:
         if run_id != self.config.run.id:
             raise RunMismatch(f"this coordinator serves run '{self.config.run.id}', not '{run_id}'")
         rounds.member_of(self.state, island, epoch)
+
+    def here(self, fragment: int) -> None:
+        """Raises `Malformed` where another coordinator keeps a fragment."""
+        run, keeper = self.config.run, coordinator_of(fragment, self.config.run)
+        if keeper != run.coordinator_index:
+            raise Malformed(
+                f"coordinator {keeper} ({run.coordinators[keeper]}) keeps fragment {fragment}, and this is coordinator "
+                f"{run.coordinator_index}: ask that one"
+            )
 
     @property
     def step(self) -> int:
@@ -487,6 +496,7 @@ class Run:
         """How a round ended; waits at most `wait_s` for it, and returns none where it is still open."""
         if not 0 <= fragment < len(self.state.rounds):
             raise Malformed(f"fragment {fragment} has no rounds; there are {len(self.state.rounds)} fragments")
+        self.here(fragment)
 
         def known() -> bool:
             return (fragment, round_) in self.outcomes

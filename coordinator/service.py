@@ -124,6 +124,7 @@ class Service:
         run.lease(request.run_id, island, request.epoch)
         if fragment >= len(run.state.rounds):
             raise Malformed(f"there is no fragment {fragment} with rounds; the run has {len(run.state.rounds)}")
+        run.here(fragment)
         late = rounds.lateness(run.state, fragment, request.round)
         if late:
             return pb.Receipt(dropped=late)

@@ -19,7 +19,7 @@ from diloco.config import RunConfig, load_run
 from diloco.digest import show
 from diloco.errors import ConfigError, DigestMismatch, EnvironmentFault, InputError, LayoutError
 from diloco.failpoints import failpoint
-from diloco.fragments import Fragment, partition
+from diloco.fragments import Fragment, kept, partition
 from diloco.layout import Layout, TensorSpec
 from diloco.settings import to_toml
 
@@ -246,7 +246,7 @@ def load(path: Path, files: Files = REAL) -> Snapshot:
         manifest = read_manifest(path, files)
         config = load_run(manifest["config_toml"], str(path)).value
         layout = Layout(TensorSpec(name, tuple(shape), kind) for name, shape, kind in manifest["layout"])
-        fragments = partition(layout, config.sync)
+        fragments = kept(partition(layout, config.sync), config.run)
         rows = list(zip(fragments, manifest["fragments"], strict=True))
         rounds, last_epoch = tuple(int(row["round"]) for _, row in rows), int(manifest.get("last_epoch", 0))
     except (ConfigError, LayoutError, ValueError, KeyError, TypeError) as error:

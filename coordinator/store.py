@@ -183,6 +183,12 @@ def check_same_run(old: RunConfig, config: RunConfig, root: Path) -> None:
             f"{root} holds run '{old.run.id}' (settings {old.digest[:12]}), not '{config.run.id}' "
             f"(settings {config.digest[:12]}): name another --state"
         )
+    was, now = (f"{run.coordinator_index} of {run.coordinator_count}" for run in (old.run, config.run))
+    if was != now:
+        raise RunMismatch(
+            f"{root} is of coordinator {was}, and this is coordinator {now}: start it with the --index and as many "
+            "run.coordinators as before, or name another --state"
+        )
     if old.digest != config.digest:
         raise RunMismatch(
             f"{root} was written with settings {old.digest[:12]}, and these are {config.digest[:12]}: "

@@ -36,6 +36,8 @@ class Courier:
         config: the run's settings.
         spool_dir: where anchors are kept while they come, for a process that is started again; none to keep none.
         encoded: hears, off the training thread, that a fragment's contribution is encoded and about to be sent.
+        fragments: those that the coordinator keeps; none for all.
+        guard: held while anchors are read or moved, where the island's couriers share it.
     """
 
     def __init__(
@@ -46,10 +48,15 @@ class Courier:
         config: RunConfig,
         spool_dir: Path | None = None,
         encoded: Callable[[int], None] = lambda _: None,
+        *,
+        fragments: Sequence[int] | None = None,
+        guard: threading.RLock | None = None,
     ) -> None:
         self._link, self._replica, self._config = link, replica, config
         self._identity, self._spool_dir, self._encoded = identity, spool_dir, encoded
-        self.anchors = threading.RLock()
+        self.fragments = range(len(replica.fragments)) if fragments is None else fragments
+        """Those that the coordinator keeps."""
+        self.anchors = guard or threading.RLock()
         """Held while anchors are read or moved."""
         self.accepted = 0
         """Parts of contributions that counted."""

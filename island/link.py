@@ -95,6 +95,12 @@ class Link:
         self._push = self._bulk.stream_unary(f"/{SERVICE}/Push", None, pb.Receipt.FromString)
         self._fetch = self._bulk.unary_stream(f"/{SERVICE}/Fetch", pb.FetchRequest.SerializeToString, None)
 
+    def sibling(self, address: str) -> Link:
+        """A connection to another coordinator of the run, as patient as this one and under the same cap."""
+        other = Link(address, patience_s=self._patience_s, say=self._say, idle_s=self._idle_s)
+        other._up, other._down = self._up, self._down
+        return other
+
     def close(self) -> None:
         """Closes the connections."""
         self._control.close()

@@ -414,7 +414,7 @@ class Rig:
     def started(self, *islands: str) -> list[Visitor]:
         """Islands of a run that has started from the first one's parameters, `draw(fragment, 0)`."""
         visitors = [self.island(island) for island in islands]
-        for fragment in self.run.fragments:
+        for fragment in (f for f in self.run.fragments if not f.elsewhere):
             visitors[0].push(fragment, draw(fragment, 0), seed=True)
         phases = [visitor.beat(ready=True).phase for visitor in visitors]
         assert phases[-1] == "running"

@@ -22,7 +22,7 @@ from coordinator.upload import RETRY_S, Key, Slot
 from diloco.codec import CODECS, Choice
 from diloco.errors import DilocoError, Expired, Malformed, Overload, StaleEpoch
 from diloco.feedback import Counted
-from diloco.fragments import partition
+from diloco.fragments import kept, partition
 from diloco.framing import chunks
 from wan.sim_coordinator import SimCoordinator
 from wan.sim_disk import MemoryStored
@@ -97,7 +97,7 @@ class SimService(SimCoordinator):
         first = self.layout is None
 
         def then() -> None:
-            self.layout, self.fragments = layout, partition(layout, self.config.sync)
+            self.layout, self.fragments = layout, kept(partition(layout, self.config.sync), self.config.run)
 
         await self.take_in_turn(rounds.Joined(island=request.island), layout_row(layout) if first else None, then)
 

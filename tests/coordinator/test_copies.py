@@ -100,7 +100,7 @@ def test_a_url_that_cannot_be_meant_is_refused(tmp_path: Path, url: str) -> None
         _, manifest = saved(store, (1, 1), configure(run_id=run))
         upload(manifest, f"{url}/{run}", keep=1)
     store.close()
-    with pytest.raises(InputError, match=r"several runs \(one, two\)"):
+    with pytest.raises(InputError, match=r"several runs or coordinators \(one, two\)"):
         restore(url, tmp_path / "again", 0.0)
     code, out = ended("restore", f"{url}/two", str(tmp_path / "again"))
     assert (code, out) == (0, f"run two restored to {tmp_path / 'again'}; versions of its fragments: 1, 1, 0\n")

@@ -122,7 +122,7 @@ def test_what_was_in_flight_at_the_end_of_a_process_is_settled_by_whether_it_cou
             with torch.no_grad():
                 linear.weight.sub_(STEP)
             if not counted:
-                site._link.push = lambda *_, **__: pb.Receipt()  # type: ignore[method-assign]
+                site.courier._link.push = lambda *_, **__: pb.Receipt()  # type: ignore[method-assign]
             site.courier.contribute(0, 1, 1, site.replica.stage(0), tokens=1, steps=1)
             assert site.replica.feedback is not None
             left = site.replica.feedback[0].keep().left[0]

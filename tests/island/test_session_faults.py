@@ -37,7 +37,8 @@ from diloco.v1 import coordinator_pb2 as pb
 from island.daemon import FINAL
 from island.lease import Lease
 from island.link import Link
-from island.session import REJOINS, Session, join
+from island.seat import REJOINS
+from island.session import Session, join
 from tests.processes import free_port, wait_until
 from tests.support import Clock, Serving, Visitor, serving, visit
 
