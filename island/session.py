@@ -46,6 +46,7 @@ from diloco.fragments import partition
 from diloco.layout import Layout
 from diloco.replica import Position, Replica
 from diloco.schedule import Apply, Schedule, Send
+from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from island.anchors import Anchors, Stand
 from island.courier import Courier
@@ -79,6 +80,7 @@ def join(
     reconnect_timeout_s: float = 86_400.0,
     max_bandwidth_mbps: float = 0.0,
     spool_dir: str = "",
+    tls: TLS | None = None,
 ) -> Session:
     """Joins a run; returns once the first parameters are loaded and the run has started.
 
@@ -99,16 +101,19 @@ def join(
             gets an equal share of it.
         spool_dir: folder in which anchors are kept while they come, so that an island that is started again goes on
             with the download; empty keeps none.
+        tls: files to speak mutual TLS with; nothing is encrypted without.
 
     Raises:
+        InputError: the TLS files are not what they should be.
         RunMismatch: another run, or another model than the run's.
         LayoutError: parameters that are not float32, or shards that are not boxes.
+        Untrusted: only one end speaks TLS, or one does not accept the other's certificate.
         Unreachable, DeadlineExceeded: nobody answered, or the run did not start, in that time.
         DigestMismatch: the run's parameters do not arrive as the coordinator has them.
     """
     group = Group()
     share = max_bandwidth_mbps * 1e6 / 8 / group.size
-    link = Link(coordinator, patience_s=connect_timeout_s, say=log.warning, bytes_per_s=share)
+    link = Link(coordinator, patience_s=connect_timeout_s, say=log.warning, bytes_per_s=share, tls=tls)
     limits = Limits(start_s=start_timeout_s, reconnect_s=reconnect_timeout_s)
     spool = Path(spool_dir) if spool_dir else None
     try:
