@@ -11,9 +11,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
+from benchmarks.certificates import DAY, Authority
 from diloco.errors import InputError
 from diloco.tls import TLS, Credentials, load
-from tests.certificates import DAY, Authority
 
 NOW = datetime.now(UTC)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.certificates import DAY, HERE, Authority
 from coordinator.cli import coordinator
 from diloco.errors import ExitCode, InputError, Unreachable, Untrusted
 from diloco.framing import SERVICE
 from diloco.tls import TLS
 from island.cli import status
-from tests.certificates import DAY, HERE, Authority
 from tests.processes import Hand, command_here, free_port
 from tests.support import MODEL, Visitor, configure, draw, floats, serving, visit
 

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and what it signs."""
+"""Certificates for an hour: an authority, and what it signs. For benchmarks and tests; its key is never written."""
 
 from __future__ import annotations
 
