@@ -21,8 +21,9 @@ from benchmarks.processes import Worker, coordinator, together
 from benchmarks.record import Record
 from benchmarks.shaped import Line, lines
 from benchmarks.site import WIDTH
-from diloco.codec import CODECS
+from diloco.codec.policy import choice
 from diloco.errors import DeadlineExceeded
+from diloco.layout import TensorSpec
 
 ISLANDS = ("a", "b")
 LAYERS = 16
@@ -70,7 +71,7 @@ def measure(
 
     Args:
         elements: fp32 parameters of the model, in 16 matrices.
-        codec: of contributions and of updates.
+        codec: of contributions and of updates, as `wire.up` names it.
         fragments: parts of the model, all of them in flight at once.
         threads: of each process; 0 for the cores of this machine, shared among the islands.
         encrypted: over mutual TLS, with certificates for this once.
@@ -80,10 +81,12 @@ def measure(
         say: takes a line on what is being done.
 
     Raises:
+        ConfigError: there is no such codec.
         EnvironmentFault: a process did not start or failed, or no line can be shaped here.
     """
     rows = max(1, elements // LAYERS // WIDTH)
     cores = os.cpu_count() or 1
+    bits = choice(codec).of(TensorSpec("layers.0.weight", (rows, WIDTH))).size(rows * WIDTH) * 8 / (rows * WIDTH)
     steps = range(fragments + 1, 2 * fragments + 1)
     run = RUN.format(codec=codec, fragments=fragments, every=2 * fragments, offsets=[*steps])
     with ExitStack() as stack:
@@ -111,7 +114,6 @@ def measure(
         for site in sites:
             site.answer()
         name = f"sync {codec}" + (f", {fragments} fragments" if fragments > 1 else "") + (", TLS" if encrypted else "")
-        bits = CODECS[codec].size(rows * WIDTH) * 8 / (rows * WIDTH)
         if far:
             yield from _on_line(name, sites, far, link_mbps, fragments, say)
         else:

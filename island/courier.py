@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from diloco.codec import CODECS, by_id
+from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.errors import DeadlineExceeded, Dismissed, Expired, Refused, StaleEpoch
 from diloco.failpoints import failpoint
@@ -198,7 +198,7 @@ class Courier:
         header, payload = self._link.fetch(request, sum(codec.size(h.box.numel) for h in owned), spool)
         with self.anchors:
             self._check()
-            self._replica.load(owned, payload, by_id(header.codec_id, header.codec_version))
+            self._replica.load(owned, payload, codec)
             self._replica.end(fragment, Ending.PASSED_OVER)
             self._replica.taken[fragment] = header.round
         if spool:

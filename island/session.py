@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from diloco.codec import CODECS
+from diloco.codec.policy import down_choice, up_choice
 from diloco.config import RunConfig, load_run
 from diloco.digest import show
 from diloco.errors import (
@@ -189,8 +189,8 @@ class Session:
                 rank=group.rank,
                 fragments=partition(self.layout, self.config.sync),
                 held=hold(tensors, self.layout, self.config.sync, group),
-                up=CODECS[self.config.wire.up],
-                down=CODECS[self.config.wire.down],
+                up=up_choice(self.config.wire),
+                down=down_choice(self.config.wire),
                 alpha=self.config.sync.alpha,
                 feedback_decay=self.config.wire.feedback_decay,
             )

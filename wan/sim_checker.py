@@ -33,13 +33,12 @@ from coordinator.inbox import Inbox
 from coordinator.ledger import Row
 from coordinator.results import Outcome
 from coordinator.store import UPDATES_KEPT
-from diloco.codec import CODECS, by_id
+from diloco.codec.policy import down_choice
 from diloco.config import RunConfig
 from diloco.digest import show
 from diloco.errors import DilocoError, Expired
 from diloco.feedback import Fate
 from diloco.fragments import Fragment
-from diloco.layout import Box, Piece
 from diloco.merge import shares
 from diloco.schedule import Schedule
 from wan.sim_bounds import Bounds
@@ -226,7 +225,7 @@ class Checker:
                 for name in given
                 if name in keys
             }
-            down = CODECS[self.config.wire.down]
+            down = down_choice(self.config.wire)
             outer, _ = fold(self.fragments[fragment], outer, parts, given, self.config.outer, down)
             self.outers[fragment] = outer
             self._same_digest(fragment, version, outer.digest, "a replay of the ledger", "I5")
@@ -237,8 +236,8 @@ class Checker:
         archive = Disk()
         archive.files = self.disk.archive
         return MemoryStored(
-            pieces=tuple(Piece(t, Box(tuple(offset), tuple(size))) for t, offset, size in body["pieces"]),
-            codec=by_id(*body["codec"]),
+            pieces=recovery.pieces_of(body),
+            codecs=recovery.codecs_of(body),
             path=archive.file(body["file"]).path,
             digest=body["digest"],
             disk=archive,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from diloco.codec import CODECS
+from diloco.codec.policy import down_choice, up_choice
 from diloco.config import RunConfig
 from diloco.digest import combine, digest
 from diloco.errors import (
@@ -549,8 +550,8 @@ class SimIsland(Owner):
             rank=rank,
             fragments=self.fragments,
             held=hold(self.shape, rank, self.fragments),
-            up=CODECS[wire.up],
-            down=CODECS[wire.down],
+            up=up_choice(wire),
+            down=down_choice(wire),
             alpha=self.config.sync.alpha,
         )
 

@@ -14,12 +14,12 @@ from coordinator import rounds
 from coordinator.anchors import Pinned
 from coordinator.facts import Standing
 from coordinator.fold import Part
-from coordinator.inbox import Stored, select
+from coordinator.inbox import Stored, codecs_of, select
 from coordinator.intake import Place
 from coordinator.recovery import layout_row
 from coordinator.results import Taken
 from coordinator.upload import RETRY_S, Key, Slot
-from diloco.codec import CODECS, by_id
+from diloco.codec import CODECS, Choice
 from diloco.errors import DilocoError, Expired, Malformed, Overload, StaleEpoch
 from diloco.fragments import partition
 from diloco.framing import chunks
@@ -202,7 +202,9 @@ class SimService(SimCoordinator):
     def received(self, request: Request, upload: SimUpload) -> Work[Reply]:
         """Takes a part whose bytes are all here, as `Bulk._received` does."""
         place, payload, intake = place_of(request), upload.payload, self.intake_for(request)
-        part = Part(pieces=request.pieces, codec=by_id(*request.codec), payload=payload)
+        choice: Choice = CODECS["fp32"] if request.seed else self.up
+        codecs = codecs_of(self.fragments[request.fragment], request.pieces, choice)
+        part = Part(pieces=request.pieces, codecs=codecs, payload=payload)
         if request.seed:
             known = yield from drive(intake.seed(*place[:4], part, request.digest))
             return Reply(duplicate=known)
@@ -212,7 +214,7 @@ class SimService(SimCoordinator):
         path = self.disk.file(
             f"f{place.fragment}-r{place.round}-{place.island}-e{place.epoch}-{place.rank}-{request.digest}"
         ).path
-        stored = MemoryStored(pieces=request.pieces, codec=part.codec, path=path, digest=request.digest, disk=self.disk)
+        stored = MemoryStored(pieces=request.pieces, codecs=codecs, path=path, digest=request.digest, disk=self.disk)
 
         def keep() -> Work[Stored]:
             yield from self.write_file(path.name, payload)
@@ -255,13 +257,13 @@ class SimService(SimCoordinator):
         if outcome.update is None:
             return reply
         payload = self.disk.files[outcome.update.name]
-        return (yield from self.sent(request, reply, payload, self.down.name, request.first_byte))
+        return (yield from self.sent(request, reply, payload, self.down, request.first_byte))
 
     def _anchor(self, request: Request) -> Work[Reply]:
         self.lease(request)
         pin, first_byte = self.pinned(request)
         reply = Reply(outcome="anchor", version=pin.version, round=pin.ended, digest=pin.digest)
-        return (yield from self.sent(request, reply, pin.anchor.view(torch.uint8), "fp32", first_byte))
+        return (yield from self.sent(request, reply, pin.anchor.view(torch.uint8), CODECS["fp32"], first_byte))
 
     def pinned(self, request: Request) -> tuple[Pinned, int]:
         """The anchor that a request means, and the byte from which it is sent."""
@@ -270,9 +272,9 @@ class SimService(SimCoordinator):
         pin = self.anchors.ask(fragment, current, request.version if request.first_byte else None)
         return pin, request.first_byte if pin.version == request.version else 0
 
-    def sent(self, request: Request, reply: Reply, payload: Tensor, codec: str, first: int) -> Work[Reply]:
+    def sent(self, request: Request, reply: Reply, payload: Tensor, choice: Choice, first: int) -> Work[Reply]:
         """A header with the chunks of its payload, from byte `first`."""
-        parts = list(select(self.fragments[request.fragment], payload, request.pieces, CODECS[codec]))
+        parts = list(select(self.fragments[request.fragment], payload, request.pieces, choice))
         total = sum(part.numel() for part in parts)
         if first > total:
             raise Malformed(f"the payload has {total} bytes, and it is asked for from byte {first}")
