@@ -22,7 +22,7 @@ from benchmarks.processes import coordinator
 from benchmarks.record import Record
 from benchmarks.site import WIDTH, Layer
 from coordinator.tls import server as server_credentials
-from diloco.errors import ConfigError, EnvironmentFault, Unreachable
+from diloco.errors import ConfigError, EnvironmentFault, RunMismatch, Unreachable
 from diloco.replica import Position
 from diloco.tls import TLS
 from island.session import Session, join
@@ -81,7 +81,7 @@ def connect(address: str, elements: int, tls: TLS | None) -> Iterator[Record]:
         up, down = bare.stream_unary("/bench/Up", None, None), bare.unary_stream("/bench/Down", None, None)
         count = -(-bytes_ // len(MESSAGE))
         columns: dict[str, list[float]] = {}
-        with join(model, address, island_id="bench", connect_timeout_s=LOOK_S, tls=tls) as site:
+        with _joined(model, address, tls) as site:
             for _ in range(TURNS):
                 columns.setdefault("bare up", []).append(_seconds(lambda: up(MESSAGE for _ in range(count))))
                 columns.setdefault("up", []).append(_contribute(site))
@@ -100,6 +100,15 @@ def connect(address: str, elements: int, tls: TLS | None) -> Iterator[Record]:
             direction=way,
             bits_per_parameter=32.0,
         )
+
+
+def _joined(model: Layer, address: str, tls: TLS | None) -> Session:
+    try:
+        return join(model, address, island_id="bench", connect_timeout_s=LOOK_S, tls=tls)
+    except RunMismatch as error:
+        raise RunMismatch(
+            "whoever connected first has settled how much is sent: use the same --elements, or let it listen anew"
+        ) from error
 
 
 def _contribute(site: Session) -> float:
