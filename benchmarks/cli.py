@@ -183,6 +183,17 @@ def sync(
 
 
 @bench.command()
+@_elements(16)
+@click.option("--link-mbps", type=click.FloatRange(0), default=0.0, help="Over shaped lines; needs root.")
+@_measures
+def peers(say: Say, threads: int, elements: int, link_mbps: float) -> Records:
+    """A sync of two sites by this system, torchft's DiLoCo and hivemind's averager, beside the fastest of them."""
+    from benchmarks.peers.measure import measure
+
+    return measure(elements, link_mbps=link_mbps, say=say)
+
+
+@bench.command()
 @click.option("--parameters", type=click.IntRange(4096), default=4 * 2**20, show_default="4 Mi", metavar="N")
 @_measures
 def islands(say: Say, threads: int, parameters: int) -> Records:

@@ -35,9 +35,17 @@ class Host:
 
 @contextmanager
 def coordinator(
-    folder: Path, run: str, *, listen: str = "127.0.0.1:0", threads: int = 0, tls: TLS | None = None
+    folder: Path,
+    run: str,
+    *,
+    listen: str = "127.0.0.1:0",
+    threads: int = 0,
+    tls: TLS | None = None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[Host]:
     """A coordinator of the run with these settings (TOML), its state in `folder`, until the end of the block.
+
+    `prefix` is what its command begins with, for example to run it in a network namespace.
 
     Raises:
         EnvironmentFault: it did not start; with the end of its log.
@@ -46,7 +54,7 @@ def coordinator(
     state, log = folder / "state", folder / "coordinator.log"
     options = ["--state", str(state), "--listen", listen, "--threads", str(threads), "--grace", "0"]
     secure = ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca] if tls else []
-    command = [sys.executable, "-m", "diloco", "coordinator", str(folder / "run.toml"), *options, *secure]
+    command = [*prefix, sys.executable, "-m", "diloco", "coordinator", str(folder / "run.toml"), *options, *secure]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -90,6 +98,11 @@ class Worker:
                 start_new_session=True,
             )
 
+    def ask(self, *words: object) -> Any:
+        """Has it do something; its answer."""
+        self.tell(*words)
+        return self.answer()
+
     def tell(self, *words: object) -> None:
         """Has it begin something."""
         assert self._process.stdin
@@ -127,6 +140,21 @@ class Worker:
         return EnvironmentFault(
             f"a process of the benchmark has failed or hangs; the end of its log:\n{_tail(self._log)}"
         )
+
+
+def serve(actor: object) -> None:
+    """The worker's side: says that it is ready, then has `actor` do what it is told, until there is no more."""
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print is no answer
+    for answer in _answers(actor):
+        print(json.dumps(answer), file=lines, flush=True)
+
+
+def _answers(actor: object) -> Iterator[Any]:
+    yield "ready"
+    for line in sys.stdin:
+        what, *words = json.loads(line)
+        yield getattr(actor, what)(*words)
 
 
 def together(workers: Sequence[Worker], *words: object) -> list[Any]:

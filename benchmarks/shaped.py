@@ -1,4 +1,7 @@
-"""Lines of a stated bandwidth on one machine: network namespaces, each joined to this one by a shaped pair."""
+"""Lines of a stated bandwidth on one machine: network namespaces, each joined to a hub by a pair of shaped devices.
+
+Nothing is changed outside the namespaces, and they are taken away at the end.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +22,32 @@ FAR = "eth0"
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A namespace and its line to this side."""
+    """A site in a namespace of its own, and its line to the hub."""
 
     name: str
     near: str
-    """Device on this side."""
+    """Device at the hub."""
+    hub: str
+    """IP address of the hub, as the site sees it."""
     address: str
-    """IP address of this side, as the namespace sees it."""
+    """IP address of the site; sites reach each other through the hub."""
+    hub_prefix: Sequence[str]
 
     @property
     def prefix(self) -> list[str]:
-        """What a command begins with that runs in the namespace."""
-        return ["ip", "netns", "exec", self.name]
+        """What a command begins with that runs at the site."""
+        return _inside(self.name)
 
     def shape(self, mbps: float) -> None:
         """Lets no more than so many megabits per second pass, each way."""
         bucket = ["root", "tbf", "rate", f"{mbps:g}mbit", "burst", BURST, "latency", LATENCY]
-        _do(["tc", "qdisc", "add", "dev", self.near, *bucket])
+        _do([*self.hub_prefix, "tc", "qdisc", "add", "dev", self.near, *bucket])
         _do([*self.prefix, "tc", "qdisc", "add", "dev", FAR, *bucket])
 
 
 @contextmanager
 def lines(count: int) -> Iterator[list[Line]]:
-    """Namespaces that each have a line of their own to this one, until the end of the block.
+    """Sites with a line each to a hub, until the end of the block. What runs at the hub begins with `hub_prefix`.
 
     Raises:
         EnvironmentFault: this machine or this user cannot make any.
@@ -50,24 +56,41 @@ def lines(count: int) -> Iterator[list[Line]]:
         if not shutil.which(program):
             raise EnvironmentFault(f"there is no `{program}`: install iproute2, or measure without a shaped line")
     with ExitStack() as stack:
-        yield [stack.enter_context(_line(number)) for number in range(count)]
+        hub = stack.enter_context(_namespace("hub"))
+        _do([*_inside(hub), "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
+        yield [stack.enter_context(_line(number, hub)) for number in range(count)]
 
 
 @contextmanager
-def _line(number: int) -> Iterator[Line]:
-    pid = os.getpid()
-    line = Line(name=f"bench-{pid}-{number}", near=f"bn{pid}n{number}", address=f"10.213.{number}.1")
-    _do(["ip", "netns", "add", line.name])
+def _namespace(name: str) -> Iterator[str]:
+    name = f"bench-{os.getpid()}-{name}"
+    _do(["ip", "netns", "add", name])
     try:
-        _do(["ip", "link", "add", line.near, "type", "veth", "peer", "name", FAR, "netns", line.name])
-        _do(["ip", "addr", "add", f"{line.address}/30", "dev", line.near])
-        _do(["ip", "link", "set", line.near, "up"])
-        _do([*line.prefix, "ip", "addr", "add", f"10.213.{number}.2/30", "dev", FAR])
-        _do([*line.prefix, "ip", "link", "set", FAR, "up"])
-        _do([*line.prefix, "ip", "link", "set", "lo", "up"])
-        yield line
+        _do([*_inside(name), "ip", "link", "set", "lo", "up"])
+        yield name
     finally:
-        _do(["ip", "netns", "del", line.name])
+        _do(["ip", "netns", "del", name])
+
+
+@contextmanager
+def _line(number: int, hub: str) -> Iterator[Line]:
+    near, here, there = f"site{number}", f"10.213.{number}.1", f"10.213.{number}.2"
+    with _namespace(f"site-{number}") as name:
+        line = Line(name=name, near=near, hub=here, address=there, hub_prefix=_inside(hub))
+        for command in (
+            [*line.hub_prefix, "ip", "link", "add", near, "type", "veth", "peer", "name", FAR, "netns", name],
+            [*line.hub_prefix, "ip", "addr", "add", f"{here}/30", "dev", near],
+            [*line.hub_prefix, "ip", "link", "set", near, "up"],
+            [*line.prefix, "ip", "addr", "add", f"{there}/30", "dev", FAR],
+            [*line.prefix, "ip", "link", "set", FAR, "up"],
+            [*line.prefix, "ip", "route", "add", "default", "via", here],
+        ):
+            _do(command)
+        yield line
+
+
+def _inside(name: str) -> list[str]:
+    return ["ip", "netns", "exec", name]
 
 
 def _do(command: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from benchmarks.processes import serve
 from diloco.replica import Position, Staged
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
@@ -68,6 +69,11 @@ class Island:
                 warm.copy_(parameter)
 
         return statistics.median(_seconds(work) for _ in range(3))
+
+    def sample(self) -> list[float]:
+        """A few parameters, to see that both islands come to the same."""
+        found: list[float] = self._parameters[0][0, :4].tolist()
+        return found
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far, counted at the sockets."""
@@ -156,17 +162,13 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Joins, says so, and does what it is told until there is no more."""
+    """Joins, and does what it is told."""
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])
     model = Model(options["layers"], options["rows"])
     tls = TLS(**options["tls"]) if options["tls"] else None
     with join(model, options["address"], island_id=options["island"], tls=tls) as site:
-        island = Island(site, model)
-        print(json.dumps("joined"), flush=True)
-        for line in sys.stdin:
-            what, *words = json.loads(line)
-            print(json.dumps(getattr(island, what)(*words)), flush=True)
+        serve(Island(site, model))
 
 
 if __name__ == "__main__":

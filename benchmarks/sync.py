@@ -92,15 +92,18 @@ def measure(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="diloco-sync-", dir=state)))
         far = stack.enter_context(lines(len(ISLANDS))) if link_mbps else []
-        names = [*HERE, *(line.address for line in far)]
+        names = [*HERE, *(line.hub for line in far)]
         tls = Authority(folder).issue("bench", names=names) if encrypted else None
         listen = "0.0.0.0:0" if far else "127.0.0.1:0"
-        host = stack.enter_context(coordinator(folder, run, listen=listen, threads=threads or cores, tls=tls))
+        hub = far[0].hub_prefix if far else ()
+        host = stack.enter_context(
+            coordinator(folder, run, listen=listen, threads=threads or cores, tls=tls, prefix=hub)
+        )
         port = host.address.rpartition(":")[2]
         sites = []
         for number, island in enumerate(ISLANDS):
             arguments = {
-                "address": f"{far[number].address if far else '127.0.0.1'}:{port}",
+                "address": f"{far[number].hub if far else '127.0.0.1'}:{port}",
                 "island": island,
                 "layers": LAYERS,
                 "rows": rows,

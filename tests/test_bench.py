@@ -121,7 +121,7 @@ def possible() -> Iterator[list[shaped.Line]]:
 
 def test_lines_are_made_shaped_and_taken_away() -> None:
     with possible() as lines:
-        assert len({line.address for line in lines}) == 2
+        assert len({line.hub for line in lines} | {line.address for line in lines}) == 4
         for line in lines:
             line.shape(10.0)
             assert "rate 10Mbit" in shaped._do([*line.prefix, "tc", "qdisc", "show", "dev", shaped.FAR])
@@ -133,6 +133,6 @@ def test_what_cannot_be_shaped_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EnvironmentFault, match="install iproute2, or measure without"), shaped.lines(1):
         pass
     monkeypatch.undo()
-    monkeypatch.setattr(shaped, "_line", lambda number: shaped._do(["sh", "-c", "echo no way >&2; false"]))
+    monkeypatch.setattr(shaped, "_namespace", lambda _: shaped._do(["sh", "-c", "echo no way >&2; false"]))
     with pytest.raises(EnvironmentFault, match=r"needs root and network namespaces, .*\(no way\): run it as root"):
         shaped.lines(1).__enter__()
