@@ -105,7 +105,8 @@ class Island:
         self._staged = [self._replica.stage(f) for f in self._fragments]
 
         def work() -> None:
-            self._payloads = [list(self._replica.encode(f, self._staged[f])) for f in self._fragments]
+            rounds = [position.round for position in self._replica.position]
+            self._payloads = [list(self._replica.encode(f, self._staged[f], rounds[f])) for f in self._fragments]
 
         return _seconds(work)
 
@@ -117,7 +118,7 @@ class Island:
             staged = self._staged[fragment]
             self._site.courier.contribute(fragment, position.round, position.version, staged, tokens=1, steps=1)
 
-        with patch.object(self._replica, "encode", lambda fragment, _: iter(self._payloads[fragment])):
+        with patch.object(self._replica, "encode", lambda fragment, *_: iter(self._payloads[fragment])):
             return self._each(contribute)
 
     def receive(self) -> float:

@@ -15,6 +15,7 @@ import pytest
 from benchmarks import shaped
 from benchmarks.certificates import Authority
 from benchmarks.cli import bench
+from benchmarks.peers import measure
 from benchmarks.sync import STAGES
 from diloco.errors import EnvironmentFault, ExitCode
 from tests.processes import Ended, Process, background, command_here, diloco, free_port, wait_until
@@ -100,6 +101,13 @@ def test_an_interrupted_benchmark_leaves_nothing_running(tmp_path: Path) -> None
 def test_a_fault_is_said_before_anything_runs(args: list[str], code: int, message: str) -> None:
     ended: Ended = command_here(bench, *args)
     assert (ended.code, message in ended.err) == (code, True), ended
+
+
+def test_other_systems_are_measured_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "find_spec", lambda name: None if name == "torchft" else object())
+    ended = command_here(bench, "peers")
+    assert (ended.code, ended.out) == (ExitCode.ENVIRONMENT, "")
+    assert ended.err.endswith("error: torchft not installed: pip install 'diloco[peers]'\n")
 
 
 # -- shaped lines -------------------------------------------------------------------------------------------------

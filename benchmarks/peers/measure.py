@@ -128,7 +128,8 @@ def _torchft(place: Place, stack: ExitStack) -> list[Worker]:
 
 
 def _hivemind(place: Place, stack: ExitStack, codec: str) -> list[Worker]:
-    module, peers, sites = "benchmarks.peers.with_hivemind", [], []
+    module, peers = "benchmarks.peers.with_hivemind", list[str]()
+    sites: list[Worker] = []
     for site in range(len(ISLANDS)):
         sites += _started([place.worker(module, site, codec=codec, peers=peers)], stack)
         peers = sites[0].ask("addresses")
