@@ -67,7 +67,7 @@ def _measures(work: Callable[..., Records]) -> Callable[..., None]:
         with _alone() as say:
             for record in work(*args, say=say, threads=threads or 0, **options):
                 found.append(record)
-                say(f"{record.name}: {record.value:.2f} {record.unit}")
+                say(f"{record.name}: {record.value:.3g} {record.unit}")
         if found:
             report(found, path)
 

@@ -85,13 +85,15 @@ class Island:
         """Seconds from the first send to the last update applied, with no training between."""
         return _seconds(lambda: self._steps(2))
 
-    def held(self) -> float:
-        """Seconds of a sync that the training thread is held, where it trains on until the updates have come."""
-        rounds = [position.round for position in self._replica.position]
-        sending = _seconds(self._steps)
-        while any(self._replica.taken[f] != rounds[f] + 1 for f in self._fragments):
+    def held_to_send(self) -> float:
+        """Seconds that the training thread is held at the edges where a sync begins."""
+        return _seconds(self._steps)
+
+    def held_to_apply(self) -> float:
+        """Seconds that it is held at the edges where the sync ends, once the updates have come."""
+        while any(self._replica.taken[f] != self._replica.position[f].round + 1 for f in self._fragments):
             time.sleep(POLL_S)
-        return sending + _seconds(self._steps)
+        return _seconds(self._steps)
 
     def _steps(self, times: int = 1) -> None:
         """As many step edges as there are fragments, so many times."""

@@ -53,6 +53,7 @@ lease_s = 600.0
 every_rounds = 1000000
 """
 STAGES = ("encode", "send", "fold", "receive", "decode")
+HELD = ("held_to_send", "held_to_apply")
 DIRECTION = {"encode": "up", "send": "up", "receive": "down", "decode": "down"}
 
 
@@ -135,9 +136,9 @@ def _on_loopback(
     """The stages, the whole, and how long training is held, in turns."""
     columns: dict[str, list[float]] = {}
     for turn in range(TURNS):
-        for what in ("copy", "encode", "send", "fold", "receive", "decode", "whole", "held"):
-            say(f"{name}: {what}, turn {turn + 1} of {TURNS}")
-            if what in ("encode", "whole", "held"):
+        for what in ("copy", *STAGES, "whole", *HELD):
+            say(f"{name}: {what.replace('_', ' ')}, turn {turn + 1} of {TURNS}")
+            if what in ("encode", "whole", "held_to_send"):
                 together(sites, "train")
             if what == "fold":
                 seconds = _fold_seconds(events, fragments * (1 + 3 * turn), fragments)
@@ -160,7 +161,9 @@ def _on_loopback(
             bits_per_parameter=bits if way else None,
         )
     yield Record(name=f"{name}: whole, beside its slowest stage", value=found["whole"], unit="s", limit=slowest)
-    yield Record(name=f"{name}: training is held, beside one copy", value=found["held"], unit="s", limit=found["copy"])
+    for what in HELD:
+        how = what.replace("_", " ")
+        yield Record(name=f"{name}: training {how}, beside one copy", value=found[what], unit="s", limit=found["copy"])
 
 
 def _on_line(
