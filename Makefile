@@ -34,7 +34,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)  ## prints a table and writes bench.json
-	$(BIN)/python -m benchmarks.run --json bench.json $(ARGS)
+	$(BIN)/diloco bench all --json bench.json $(ARGS)
 
 SEEDS ?= 1000
 FIRST ?= 0

@@ -12,14 +12,11 @@ import argparse
 import json
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.processes import coordinator
 from diloco.codec import CODECS
 from diloco.config import LimitsConfig
 from diloco.framing import PROTOCOL, piece_to_proto
@@ -38,7 +36,6 @@ from island.link import Link
 FRAGMENTS, ROUNDS = 4, 3
 COUNTS = (1, 8, 64)
 PARAMETERS = 4 * 2**20
-START_S = 60.0
 WAIT_S = 600.0
 BEAT_S = 0.05
 POLL_S = 0.02
@@ -180,25 +177,6 @@ class Client:
         self._link.close()
 
 
-@contextmanager
-def coordinator(folder: Path, islands: int) -> Iterator[tuple[str, int]]:
-    """A coordinator process on one thread of arithmetic, until the end of the block: (address, pid)."""
-    run, address = folder / "run.toml", folder / "state" / "address"
-    run.write_text(RUN.format(islands=islands))
-    command = ["coordinator", str(run), "--state", f"{folder}/state", "--listen", "127.0.0.1:0", "--threads", "1"]
-    process = subprocess.Popen([sys.executable, "-m", "diloco", *command], stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + START_S
-        while not address.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the coordinator did not start: {process.args}")
-            time.sleep(0.05)
-        yield address.read_text(), process.pid
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
 def play(islands: int, parameters: int) -> Outcome:
     """Runs so many islands to the end of the run."""
     rows = parameters // FRAGMENTS // 1024
@@ -206,17 +184,18 @@ def play(islands: int, parameters: int) -> Outcome:
     payload = torch.randn(rows * 1024, generator=torch.Generator().manual_seed(0)).mul_(1e-3).view(torch.uint8)
     with tempfile.TemporaryDirectory(prefix="diloco-islands-") as name:
         folder = Path(name)
-        with coordinator(folder, islands) as (address, pid), Peak(pid) as peak:
+        run = RUN.format(islands=islands)
+        with coordinator(folder, run, threads=1) as host, Peak(host.pid) as peak:
             begin = time.monotonic()
-            clients = [Client(address, f"island-{i:03d}", layout) for i in range(islands)]
-            idle = Client(address, "idle", layout)
+            clients = [Client(host.address, f"island-{i:03d}", layout) for i in range(islands)]
+            idle = Client(host.address, "idle", layout)
             try:
                 beats = _play(clients, idle, payload)
             finally:
                 for client in (*clients, idle):
                     client.close()
-            seconds, high = time.monotonic() - begin, memory(pid)["VmHWM"]
-        fold_s = _fold_seconds(folder / "state" / "events.jsonl")
+            seconds, high = time.monotonic() - begin, memory(host.pid)["VmHWM"]
+        fold_s = _fold_seconds(host.state / "events.jsonl")
     return Outcome(
         islands=islands,
         parameters=rows * 1024 * FRAGMENTS,
@@ -256,7 +235,8 @@ def _play(clients: list[Client], idle: Client, payload: torch.Tensor) -> list[fl
 def _fold_seconds(events: Path) -> float:
     rows = [json.loads(line) for line in events.read_text().splitlines()]
     decided = {(r["fragment"], r["round"]): r["at"] for r in rows if r["kind"] == "committed"}
-    return statistics.median(r["at"] - decided[r["fragment"], r["round"]] for r in rows if r["kind"] == "folded")
+    folded = [float(r["at"] - decided[r["fragment"], r["round"]]) for r in rows if r["kind"] == "folded"]
+    return statistics.median(folded)
 
 
 def measure(parameters: int = PARAMETERS, counts: tuple[int, ...] = COUNTS) -> list[Outcome]:
@@ -265,7 +245,7 @@ def measure(parameters: int = PARAMETERS, counts: tuple[int, ...] = COUNTS) -> l
 
 
 def records(parameters: int = PARAMETERS) -> list[dict[str, Any]]:
-    """Records for `benchmarks.run`; the limit is what one island takes."""
+    """Records for `diloco bench`; the limit is what one island takes."""
     outcomes = measure(parameters)
     first, found = outcomes[0], []
     for o in outcomes:

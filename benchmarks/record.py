@@ -53,7 +53,7 @@ def report(records: Sequence[Record], path: Path | None) -> None:
     """Prints a table; writes the records to `path` as JSON."""
     table = Table("what", "value", "limit", "ratio", "unit", box=None)
     for record in records:
-        table.add_row(record.name, f"{record.value:.2f}", f"{record.limit:.2f}", f"{record.ratio:.2f}", record.unit)
+        table.add_row(record.name, f"{record.value:.3g}", f"{record.limit:.3g}", f"{record.ratio:.2f}", record.unit)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if path:
         path.write_text(json.dumps([{**asdict(record), "ratio": record.ratio} for record in records], indent=1))

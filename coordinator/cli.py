@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from diloco import failpoints
+from diloco.cli import read_text, tls_options
 from diloco.errors import ConfigError, EnvironmentFault, ExitCode, InputError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from coordinator.ledger import Ledger
     from coordinator.run import Run
     from diloco.config import RunConfig
+    from diloco.tls import TLS
 
 log = logging.getLogger("diloco.coordinator")
 GRACE_S = 10.0
@@ -66,6 +68,7 @@ LAST_S = 600.0
     metavar="SECONDS",
     help="How long transfers under way may take to finish when it is to end.",
 )
+@tls_options
 def coordinator(
     run_file: str,
     state: str,
@@ -75,12 +78,13 @@ def coordinator(
     threads: int,
     network_filesystem: bool,
     grace_s: float,
+    tls: TLS | None,
 ) -> int:
     """Run the coordinator of one run, or one of several, until SIGTERM, Ctrl-C or `diloco stop`.
 
-    The connection is not encrypted: listen on an address that only your islands reach.
+    Without --tls-cert, --tls-key and --tls-ca nothing is encrypted and nobody is authenticated: listen on an address
+    that only your islands reach.
     """
-    from diloco.cli import read_text
     from diloco.config import load_run
 
     chosen = () if index is None else (f"run.coordinator_index={index}",)
@@ -90,17 +94,25 @@ def coordinator(
         raise ConfigError(f"--listen {listen!r} is not HOST:PORT, for example 0.0.0.0:29400 or 127.0.0.1:0")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
     from coordinator import allocator, filesystem
+    from coordinator.tls import server
 
+    credentials = server(tls)
     allocator.bound()
     import torch
 
     filesystem.check(Path(state), allowed=network_filesystem)
     if threads:
         torch.set_num_threads(threads)
-    return asyncio.run(serve(config, Path(state), listen, grace_s))
+    return asyncio.run(serve(config, Path(state), listen, grace_s, credentials))
 
 
-async def serve(config: RunConfig, state: Path, listen: str, grace_s: float = GRACE_S) -> int:
+async def serve(
+    config: RunConfig,
+    state: Path,
+    listen: str,
+    grace_s: float = GRACE_S,
+    credentials: grpc.ServerCredentials | None = None,
+) -> int:
     """Serves a run until a signal, or until it was told to stop and all islands have left. Returns the exit code.
 
     Then nobody new is let in, transfers under way may finish within `grace_s`, decided rounds are folded within as long
@@ -123,7 +135,7 @@ async def serve(config: RunConfig, state: Path, listen: str, grace_s: float = GR
     try:
         run = Run(config, store, time.monotonic)
         health, gate = Health(run, time.monotonic), Gate()
-        server, port = await listen_on(run, listen, health, gate)
+        server, port = await listen_on(run, listen, health, gate, credentials)
         run.begin()
         health.begin()
         address = f"{listen.rpartition(':')[0]}:{port}"
@@ -149,7 +161,11 @@ async def serve(config: RunConfig, state: Path, listen: str, grace_s: float = GR
 
 
 async def listen_on(
-    run: Run, listen: str, health: Health | None = None, gate: Gate | None = None
+    run: Run,
+    listen: str,
+    health: Health | None = None,
+    gate: Gate | None = None,
+    credentials: grpc.ServerCredentials | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """Starts a gRPC server for a run; returns it and its port."""
     import grpc
@@ -163,7 +179,7 @@ async def listen_on(
     await health.serve(server)
     server.add_generic_rpc_handlers((Service(run, health, gate or Gate()).handler(),))
     try:
-        port = server.add_insecure_port(listen)
+        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
     except RuntimeError as error:
         raise EnvironmentFault(
             f"cannot listen on {listen}: the port is in use or the address is not this machine's; "

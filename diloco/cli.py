@@ -12,15 +12,19 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from functools import wraps
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import click
 
 from diloco.errors import ConfigError, DilocoError, ExitCode, InputError, exit_code
 from diloco.settings import Resolved, Settings, parse
+from diloco.tls import TLS
 
+R = TypeVar("R")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -56,6 +60,23 @@ def read_text(path: str | Path) -> str:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"cannot read {path}: not UTF-8 text") from error
+
+
+def tls_options(command: Callable[..., R]) -> Callable[..., R]:
+    """Gives a command the options of mutual TLS; it is called with `tls`, the files, or None where there are none."""
+
+    @click.option("--tls-cert", default="", metavar="FILE", help="Certificate to show (PEM); both ends show one then.")
+    @click.option("--tls-key", default="", metavar="FILE", help="Private key of --tls-cert (PEM).")
+    @click.option("--tls-ca", default="", metavar="FILE", help="Authorities that sign the other end's certificate.")
+    @wraps(command)
+    def with_tls(*args: Any, tls_cert: str, tls_key: str, tls_ca: str, tls_server_name: str = "", **others: Any) -> R:
+        given = [bool(path) for path in (tls_cert, tls_key, tls_ca)]
+        if any(given) is not all(given) or (tls_server_name and not all(given)):
+            raise click.UsageError("--tls-cert, --tls-key and --tls-ca go together: name three files, or none")
+        tls = TLS(cert=tls_cert, key=tls_key, ca=tls_ca, server_name=tls_server_name) if all(given) else None
+        return command(*args, tls=tls, **others)
+
+    return with_tls
 
 
 def load_any(path: str, overrides: tuple[str, ...]) -> Resolved[Settings]:

@@ -9,6 +9,7 @@
     ├── DigestMismatch           two holders of one version with different bits
     ├── EnvironmentFault         this machine lacks something: a free port, a device, a package
     ├── Unreachable              nobody answers at the coordinator's address
+    │   └── Untrusted            only one end speaks TLS, or one does not accept the other's certificate
     ├── DeadlineExceeded         a bounded wait ended
     └── Refused                  the other side said no, and nothing was changed by the request
         ├── RunMismatch          another run or another model layout
@@ -69,6 +70,10 @@ class EnvironmentFault(DilocoError):
 
 class Unreachable(DilocoError):
     """Nobody answers at the coordinator's address."""
+
+
+class Untrusted(Unreachable):
+    """Only one end speaks TLS, or one does not accept the other's certificate."""
 
 
 class DeadlineExceeded(DilocoError):
@@ -143,6 +148,7 @@ TABLE: dict[type[DilocoError], Row] = {
     DigestMismatch: Row("DATA_LOSS", ExitCode.INTERNAL),
     EnvironmentFault: Row("FAILED_PRECONDITION", ExitCode.ENVIRONMENT),
     Unreachable: Row("UNAVAILABLE", ExitCode.UNREACHABLE),
+    Untrusted: Row("UNAUTHENTICATED", ExitCode.UNREACHABLE),
     DeadlineExceeded: Row("DEADLINE_EXCEEDED", ExitCode.TIMEOUT),
     Refused: Row("FAILED_PRECONDITION", ExitCode.REFUSED),
     RunMismatch: Row("FAILED_PRECONDITION", ExitCode.REFUSED),

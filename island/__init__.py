@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diloco.tls import TLS
+
 if TYPE_CHECKING:
     from island.session import Session, join
 
-__all__ = ["Session", "join"]
+__all__ = ["TLS", "Session", "join"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from typing import TYPE_CHECKING
 
 import click
 
 from diloco.errors import ConfigError
+from island.operate import linked, reach
+
+if TYPE_CHECKING:
+    from diloco.tls import TLS
 
 
 @click.command()
@@ -38,15 +43,16 @@ def island(island_file: str, coordinator: str, overrides: tuple[str, ...]) -> in
 @click.option("--coordinator", metavar="HOST:PORT", help="Where the coordinator listens.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
-@click.option("--timeout", "timeout_s", default=5.0, show_default=True, help="Seconds to look for the coordinator.")
-def status(address: str | None, coordinator: str | None, as_json: bool, watch: bool, timeout_s: float) -> None:
+@reach
+def status(
+    address: str | None, coordinator: str | None, as_json: bool, watch: bool, timeout_s: float, tls: TLS | None
+) -> None:
     """Show how a run stands: its islands, fragments and bytes."""
     from island import show
-    from island.operate import linked
 
     if bool(address) == bool(coordinator) or (as_json and watch):
         raise click.UsageError("give HOST:PORT or --coordinator HOST:PORT, and --json or --watch, one of each")
-    with linked(address or coordinator or "", timeout_s) as link:
+    with linked(address or coordinator or "", timeout_s, tls) as link:
         if as_json:
             click.echo(json.dumps(show.as_dict(link.status()), indent=2))
         elif watch:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from diloco.config import NonNegative, Positive, Seconds
 from diloco.settings import Resolved, Settings, parse, resolve
+from diloco.tls import TLS
 
 PROGRESS = "progress"
 """File beside the settings of ranks; it says to the daemon that updates were applied."""
@@ -38,6 +39,29 @@ class IslandSection(Settings):
     max_restarts: NonNegative = 3
     """Times the ranks are started again after one of them failed, without a round completed in between. Each time the
     island rests longer before it."""
+
+
+class TLSConfig(Settings):
+    cert: str = ""
+    """PEM file with this island's certificate. With it the connection is encrypted, and both ends show certificates;
+    without, nothing is encrypted and nobody is authenticated."""
+    key: str = ""
+    """PEM file with its private key, without a passphrase."""
+    ca: str = ""
+    """PEM file with the authority that has signed the coordinator's certificate."""
+    server_name: str = ""
+    """Name that the coordinator's certificate is for, where that is not the host in `island.coordinator`."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> TLSConfig:
+        missing = [f"tls.{name}" for name in ("cert", "key", "ca") if not getattr(self, name)]
+        if missing and (len(missing) < 3 or self.server_name):
+            raise ValueError(f"tls.cert, tls.key and tls.ca go together: name a file for {' and '.join(missing)} too")
+        return self
+
+    def files(self) -> TLS | None:
+        """The files, where there are any."""
+        return TLS(**self.model_dump()) if self.cert else None
 
 
 class MeshConfig(Settings):
@@ -106,6 +130,7 @@ class IslandConfig(Settings):
     """Everything that is local to one site."""
 
     island: IslandSection
+    tls: TLSConfig = TLSConfig()
     mesh: MeshConfig = MeshConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()

@@ -29,10 +29,12 @@ from diloco.errors import (
 )
 from diloco.failpoints import failpoint
 from diloco.framing import CONTROL_LIMIT_BYTES, FRAME_BYTES, RETRY_AFTER, SERVICE, Collector, chunks
+from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from island.sockets import SocketCounter, Traffic
 from island.spool import Spool
 from island.throttle import Throttle
+from island.tls import channel, short, unreachable
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -70,6 +72,11 @@ class Link:
         say: takes a line for people when a wait is long.
         idle_s: how long a bulk stream may move no byte.
         bytes_per_s: cap on all bulk streams together, each way; 0 for none.
+        tls: files to speak mutual TLS with; nothing is encrypted without.
+
+    Raises:
+        ConfigError: no such address can be.
+        InputError: the TLS files are not what they should be.
     """
 
     def __init__(
@@ -80,16 +87,18 @@ class Link:
         say: Callable[[str], None],
         idle_s: float = IDLE_S,
         bytes_per_s: float = 0.0,
+        tls: TLS | None = None,
     ) -> None:
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"the coordinator's address {address!r} is not HOST:PORT, for example 10.0.0.5:29400")
         self.address, self._patience_s, self._say, self._idle_s = address, patience_s, say, idle_s
+        self._tls = tls
         self.resumes = 0
         """Bulk streams that went on where an earlier one was cut."""
         self.resent_bytes = 0
         """Payload that was handed to lines that were cut, and sent again."""
-        self._control, self._bulk = (grpc.insecure_channel(address, options=_OPTIONS) for _ in range(2))
+        self._control, self._bulk = (channel(address, tls, _OPTIONS) for _ in range(2))
         self._up, self._down = Throttle(bytes_per_s), Throttle(bytes_per_s)
         self._counter = SocketCounter(int(port))
         self._push = self._bulk.stream_unary(f"/{SERVICE}/Push", None, pb.Receipt.FromString)
@@ -97,7 +106,7 @@ class Link:
 
     def sibling(self, address: str) -> Link:
         """A connection to another coordinator of the run, as patient as this one and under the same cap."""
-        other = Link(address, patience_s=self._patience_s, say=self._say, idle_s=self._idle_s)
+        other = Link(address, patience_s=self._patience_s, say=self._say, idle_s=self._idle_s, tls=self._tls)
         other._up, other._down = self._up, self._down
         return other
 
@@ -360,9 +369,9 @@ class Link:
             return kind(error.details())
         match error.code():
             case grpc.StatusCode.UNAVAILABLE:
-                return Unreachable(f"no coordinator answers at {self.address} ({_short(error.details())})")
+                return unreachable(self.address, self._tls, error.details() or "")
             case grpc.StatusCode.CANCELLED:
-                return Unreachable(f"the line to {self.address} was cut ({_short(error.details())})")
+                return Unreachable(f"the line to {self.address} was cut ({short(error.details())})")
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return DeadlineExceeded(f"the coordinator at {self.address} did not answer in time")
         return DilocoError(f"the coordinator at {self.address} failed: {error.code().name}: {error.details()}")
@@ -416,11 +425,6 @@ def _collector(header: pb.FetchHeader, spool: Path | None) -> Collector:
     if spool and header.outcome == "anchor" and header.total_bytes:
         return Spool.begin(spool, header)
     return Collector(header.total_bytes)
-
-
-def _short(details: str | None) -> str:
-    """The last and telling part of gRPC's nested connection errors."""
-    return (details or "no details").rpartition(": ")[2].strip("] ") or "no details"
 
 
 def _noting(messages: Iterator[bytes], failure: list[DilocoError]) -> Iterator[bytes]:

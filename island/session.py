@@ -39,6 +39,7 @@ from diloco.fragments import partition
 from diloco.layout import Layout
 from diloco.replica import Position, Replica
 from diloco.schedule import Apply, Schedule, Send
+from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from island.anchors import Stand
 from island.courier import Courier
@@ -70,6 +71,7 @@ def join(
     reconnect_timeout_s: float = 86_400.0,
     max_bandwidth_mbps: float = 0.0,
     spool_dir: str = "",
+    tls: TLS | None = None,
 ) -> Session:
     """Joins a run; returns once the first parameters are loaded and the run has started.
 
@@ -89,16 +91,19 @@ def join(
         max_bandwidth_mbps: cap on the island's bulk traffic, each way, in megabits per second; 0 for none. Every rank
             gets an equal share of it.
         spool_dir: folder of downloads and of what the up codec dropped, for an island that is started again; or "".
+        tls: files to speak mutual TLS with; nothing is encrypted without.
 
     Raises:
+        InputError: the TLS files are not what they should be.
         RunMismatch: another run, or another model than the run's.
         LayoutError: parameters that are not float32, or shards that are not boxes.
+        Untrusted: only one end speaks TLS, or one does not accept the other's certificate.
         Unreachable, DeadlineExceeded: nobody answered, or the run did not start, in that time.
         DigestMismatch: the run's parameters do not arrive as the coordinator has them.
     """
     group = Group()
     share = max_bandwidth_mbps * 1e6 / 8 / group.size
-    link = Link(coordinator, patience_s=connect_timeout_s, say=log.warning, bytes_per_s=share)
+    link = Link(coordinator, patience_s=connect_timeout_s, say=log.warning, bytes_per_s=share, tls=tls)
     limits = Limits(start_s=start_timeout_s, reconnect_s=reconnect_timeout_s)
     spool = Path(spool_dir) if spool_dir else None
     try:

@@ -93,6 +93,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             reconnect_timeout_s=island.reconnect_timeout_s,
             max_bandwidth_mbps=island.max_bandwidth_mbps,
             spool_dir=island.spool_dir or str(progress.parent / "spool"),
+            tls=config.tls.files(),
         ) as site,
     ):
         site.record, site.progressed = metrics.record, progress.touch
@@ -129,7 +130,8 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
 
 def _served_run(config: IslandConfig) -> bytes:
     """The settings that the coordinator serves; waits for a coordinator that is not there yet."""
-    link = Link(config.island.coordinator, patience_s=config.island.connect_timeout_s, say=log.warning)
+    patience_s = config.island.connect_timeout_s
+    link = Link(config.island.coordinator, patience_s=patience_s, say=log.warning, tls=config.tls.files())
     try:
         return link.status().config_toml.encode()
     finally:

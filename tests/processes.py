@@ -185,9 +185,9 @@ class Hand:
         settings = [part for setting in (f"island.id={name}", *overrides) for part in ("--set", setting)]
         return ["island", f"{self.folder}/island.toml", "--coordinator", self.address, *settings]
 
-    def island(self, name: str) -> Process:
+    def island(self, name: str, *overrides: str) -> Process:
         """Starts an island."""
-        command = self.island_command(name)
+        command = self.island_command(name, *overrides)
         self.islands[name] = self._stack.enter_context(background(*command, log=self.folder / f"{name}.log"))
         return self.islands[name]
 

@@ -29,6 +29,7 @@ from coordinator.rounds import Beat, Contributed, Event, Joined, Leaving, Seeded
 from coordinator.run import Run
 from coordinator.state import begin
 from coordinator.store import Store
+from coordinator.tls import server as server_credentials
 from diloco.codec import CODECS, Codec
 from diloco.config import RunConfig, load_run
 from diloco.errors import Refused
@@ -36,6 +37,7 @@ from diloco.fragments import Fragment
 from diloco.framing import PROTOCOL, piece_to_proto
 from diloco.layout import Box, Layout, Piece, TensorSpec
 from diloco.schedule import Schedule
+from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from island.link import Link
 
@@ -241,6 +243,7 @@ def serving(
     clock: Callable[[], float] = time.monotonic,
     killed: bool = False,
     files: Files | None = None,
+    tls: TLS | None = None,
 ) -> Iterator[Serving]:
     """A coordinator over a state folder, until the end of the block; then it stops as on SIGTERM, or as if `killed`.
 
@@ -253,7 +256,7 @@ def serving(
         async def begin() -> tuple[Run, Health, Gate, Any, int]:
             run = Run(config, store, clock)
             health, gate = Health(run, clock), Gate()
-            server, port = await listen_on(run, listen, health, gate)
+            server, port = await listen_on(run, listen, health, gate, server_credentials(tls))
             run.begin()
             return run, health, gate, server, port
 
@@ -379,9 +382,11 @@ class Visitor:
 
 
 @contextmanager
-def visit(address: str, island: str, layout: Layout = MODEL, *, patience_s: float = BOUND_S) -> Iterator[Visitor]:
+def visit(
+    address: str, island: str, layout: Layout = MODEL, *, patience_s: float = BOUND_S, tls: TLS | None = None
+) -> Iterator[Visitor]:
     """An island's connection to a coordinator; it has yet to join."""
-    link = Link(address, patience_s=patience_s, say=lambda _: None)
+    link = Link(address, patience_s=patience_s, say=lambda _: None, tls=tls)
     try:
         yield Visitor(link=link, layout=layout, identity=pb.HeartbeatRequest(island_id=island))
     finally:

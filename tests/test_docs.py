@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import click
@@ -11,7 +13,9 @@ import pytest
 
 from diloco.cli import cli
 from diloco.config import load_run
+from diloco.tls import TLS
 from island.config import load_island
+from tests.support import configure, serving, visit
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,6 +65,21 @@ def test_settings_files_are_correct() -> None:
 def test_python_compiles() -> None:
     for block in blocks("python"):
         compile(block, "README", "exec")
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs the openssl command")
+def test_the_certificates_that_operations_makes_are_good(tmp_path: Path) -> None:
+    [script] = re.findall(r"```sh\n(# An authority.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+    subprocess.run(["sh", "-ec", script], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    coordinator, tokyo = (
+        TLS(cert=str(tmp_path / f"{n}.pem"), key=str(tmp_path / f"{n}.key"), ca=str(tmp_path / "ca.pem"))
+        for n in ("coordinator", "tokyo")
+    )
+    with (
+        serving(configure(), tmp_path / "state", tls=coordinator) as served,
+        visit(served.address, "tokyo", tls=tokyo) as visitor,
+    ):
+        assert visitor.join().run_id == "test"
 
 
 def test_links_lead_somewhere() -> None:

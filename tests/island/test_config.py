@@ -6,6 +6,7 @@ import pytest
 
 from diloco.errors import ConfigError
 from diloco.settings import to_toml
+from diloco.tls import TLS
 from island.config import load_island
 from tests.diloco.test_config import fixes
 
@@ -44,13 +45,28 @@ def test_a_broken_rule_names_its_settings_and_every_fix_it_offers_is_accepted(
         ("data.held_out=0.5", "'data.held_out': input should be less than 0.5, not 0.5"),
         ("data.text=corpus.txt", "'data.text': input should be a valid tuple, not 'corpus.txt'"),
         ("metrics.queue_records=1.5", "'metrics.queue_records': input should be a valid integer"),
-        ("sync.every_steps=3", "unknown key 'sync'; known keys: island, mesh, data, eval, metrics"),
+        ("sync.every_steps=3", "unknown key 'sync'; known keys: island, tls, mesh, data, eval, metrics"),
     ],
 )
 def test_a_wrong_value_is_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_island(MINIMAL, "island.toml", [override])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [["cert"], ["cert", "key"], ["server_name"]])
+def test_tls_files_go_together(given: list[str]) -> None:
+    overrides = [f"tls.{name}={name}" for name in given]
+    with pytest.raises(ConfigError) as caught:
+        load_island(MINIMAL, "island.toml", overrides)
+    missing = [f"tls.{name}" for name in ("cert", "key", "ca") if name not in given]
+    assert str(caught.value).endswith(f"name a file for {' and '.join(missing)} too")
+
+
+def test_tls_is_off_without_files_and_on_with_them() -> None:
+    assert load_island(MINIMAL, "island.toml").value.tls.files() is None
+    files = ["tls.cert=c.pem", "tls.key=k.pem", "tls.ca=a.pem"]
+    assert load_island(MINIMAL, "island.toml", files).value.tls.files() == TLS(cert="c.pem", key="k.pem", ca="a.pem")
 
 
 def test_an_island_needs_nothing_but_an_id() -> None:

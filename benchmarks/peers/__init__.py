@@ -1,0 +1,1 @@
+"""The same tensors, averaged between two sites by this system and by others."""

@@ -1,0 +1,33 @@
+"""The coordinator's half of mutual TLS."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.tls import TLS, load
+
+if TYPE_CHECKING:
+    import grpc
+
+log = logging.getLogger("diloco.coordinator")
+
+
+def server(tls: TLS | None) -> grpc.ServerCredentials | None:
+    """Credentials with which a client must show a certificate that an authority of `tls.ca` has signed.
+
+    Without `tls` there are none: everybody who reaches the port is let in, which is logged.
+
+    Raises:
+        InputError: the files are not what they should be.
+    """
+    import grpc
+
+    if tls is None:
+        log.warning("nothing is encrypted and nobody is authenticated: only your islands may reach this address")
+        return None
+    found = load(tls, lambda path: Path(path).read_bytes(), datetime.now(UTC))
+    log.info("mutual TLS; the certificate %s is valid until %s", tls.cert, f"{found.until:%Y-%m-%d %H:%M} UTC")
+    return grpc.ssl_server_credentials([(found.key, found.certificate)], found.authorities, require_client_auth=True)
