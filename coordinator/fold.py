@@ -67,12 +67,15 @@ class Part:
     def check_finite(self) -> None:
         """Raises `DivergedError` where a value is not finite, or so large that the outer step could overflow."""
         for piece, payload in self.split():
-            values = torch.empty(piece.box.numel, dtype=torch.float32)
-            self.codec.decode(payload, values)
-            if not (values.abs_() <= LARGEST).all():  # NaN compares false
-                raise DivergedError(
-                    f"tensor {piece.tensor} of the contribution has values that are not finite or beyond {LARGEST:g}"
-                )
+            for values, bytes_ in self.codec.slices(piece.box.numel):
+                decoded = torch.empty(values.stop - values.start, dtype=torch.float32)
+                self.codec.decode(payload[bytes_], decoded)
+                low, high = torch.aminmax(decoded) if decoded.numel() else (0.0, 0.0)
+                if not -LARGEST <= low <= high <= LARGEST:  # NaN compares false
+                    raise DivergedError(
+                        f"tensor {piece.tensor} of the contribution has values that are not finite or beyond "
+                        f"{LARGEST:g}"
+                    )
 
 
 Chart = dict[int, list[tuple[float, Codec, Box, Tensor]]]
