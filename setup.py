@@ -9,6 +9,7 @@ setup(
         Extension(
             "diloco.codec._kernels",
             ["diloco/codec/_kernels.c"],
+            depends=["diloco/codec/_subsets.h"],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             optional=True,

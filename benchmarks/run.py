@@ -53,7 +53,7 @@ def outer_step(values: torch.Tensor, copy: float) -> Record:
     elements, bf16 = values.numel(), CODECS["bf16"]
     fragment = Fragment(0, (0,), (TensorSpec("w", (elements,)),))
     payload = bf16.pack(values)
-    part = Part(pieces=[Piece(0, Box.whole((elements,)))], codec=bf16, payload=payload)
+    part = Part(pieces=[Piece(0, Box.whole((elements,)))], codecs=[bf16], payload=payload)
     islands = {f"island-{i}": [part] for i in range(CONTRIBUTIONS)}
     share = dict.fromkeys(islands, 1 / CONTRIBUTIONS)
     outer, config = Outer.first(fragment, values.clone()), OuterConfig()

@@ -18,14 +18,23 @@ from coordinator.anchors import Pinned
 from coordinator.answers import Context, answers, to_bytes
 from coordinator.flow import Flow
 from coordinator.fold import Part
-from coordinator.inbox import Stored, part_size, select
+from coordinator.inbox import Stored, codecs_of, part_size, select
 from coordinator.intake import Place
 from coordinator.results import Outcome, Taken
 from coordinator.run import Run
 from coordinator.upload import RETRY_S, Slot, Stream, Upload
 from coordinator.words import waiting_for
-from diloco.codec import CODECS, Codec, by_id
-from diloco.errors import Conflict, DeadlineExceeded, DilocoError, Expired, Malformed, Overload, StaleEpoch
+from diloco.codec import CODECS, Choice, Codec
+from diloco.errors import (
+    CodecError,
+    Conflict,
+    DeadlineExceeded,
+    DilocoError,
+    Expired,
+    Malformed,
+    Overload,
+    StaleEpoch,
+)
 from diloco.failpoints import failpoint
 from diloco.framing import chunks, pieces_from_proto, read_end
 from diloco.layout import Piece
@@ -44,7 +53,7 @@ class _Push(NamedTuple):
 
     header: pb.PushHeader
     pieces: tuple[Piece, ...]
-    codec: Codec
+    codecs: tuple[Codec, ...]
 
     @property
     def slot(self) -> Slot:
@@ -204,9 +213,9 @@ class Bulk:
 
     async def _received(self, push: _Push, upload: Upload) -> pb.Receipt:
         """Takes a part whose bytes are all here."""
-        run, header, pieces, codec = self._run, push.header, push.pieces, push.codec
+        run, header, pieces, codecs = self._run, push.header, push.pieces, push.codecs
         place, digest = push.place, upload.digest
-        part = Part(pieces=pieces, codec=codec, payload=run.store.files.map(upload.path))
+        part = Part(pieces=pieces, codecs=codecs, payload=run.store.files.map(upload.path))
         if header.seed:
             known = await run.intake.seed(*place[:4], part, digest)
             return pb.Receipt(duplicate=known)
@@ -217,7 +226,7 @@ class Bulk:
 
         def keep() -> Stored:
             path = upload.publish(run.store.inbox_path(name))
-            return Stored(pieces=pieces, codec=codec, path=path, digest=digest, files=run.store.files)
+            return Stored(pieces=pieces, codecs=codecs, path=path, digest=digest, files=run.store.files)
 
         return _receipt(await run.intake.contribute(place, keep, header.tokens, header.steps))
 
@@ -229,11 +238,18 @@ class Bulk:
         if header.fragment >= limit:
             raise Malformed(f"there is no fragment {header.fragment} to push; the run has {limit}")
         pieces = self._pieces(header.pieces, header.fragment)
-        codec = by_id(header.codec_id, header.codec_version)
-        expected = sum(codec.size(piece.box.numel) for piece in pieces)
+        choice: Choice = CODECS["fp32"] if header.seed else run.up
+        if (header.codec_id, header.codec_version) != (choice.id, choice.version):
+            what = "first parameters" if header.seed else "this run's contributions"
+            raise CodecError(
+                f"{what} are coded as {choice.name} (id {choice.id}, version {choice.version}), "
+                f"not as id {header.codec_id} version {header.codec_version}"
+            )
+        codecs = codecs_of(run.fragments[header.fragment], pieces, choice)
+        expected = sum(codec.size(piece.box.numel) for piece, codec in zip(pieces, codecs, strict=True))
         if header.total_bytes != expected:
-            raise Malformed(f"{header.total_bytes} bytes announced; {codec.name} of these pieces takes {expected}")
-        return _Push(header, tuple(pieces), codec)
+            raise Malformed(f"{header.total_bytes} bytes announced; {choice.name} of these pieces takes {expected}")
+        return _Push(header, tuple(pieces), codecs)
 
     async def _settled(self, push: _Push) -> Taken | None:
         """What becomes of a part that need not be sent: it does not count, or is known if it has the same digest.
@@ -283,7 +299,8 @@ class Bulk:
             if pin.version != request.version:
                 first_byte = 0
             header = pb.FetchHeader(outcome="anchor", version=pin.version, round=pin.ended)
-            payload, codec, digest = pin.anchor.view(torch.uint8), CODECS["fp32"], pin.digest
+            payload, digest = pin.anchor.view(torch.uint8), pin.digest
+            choice: Choice = CODECS["fp32"]
         else:
             wait_s = min(MAX_WAIT_S, max(0.0, request.wait_s))
             outcome = await run.outcome(fragment, request.round, wait_s)
@@ -297,15 +314,15 @@ class Bulk:
                 payload = run.store.files.map(outcome.update)
             except OSError as error:
                 raise DilocoError(f"the coordinator cannot read this: {error}") from error
-            codec, digest = CODECS[run.config.wire.down], outcome.digest
+            choice, digest = run.down, outcome.digest
         pieces = self._pieces(request.pieces, fragment)
-        header.codec_id, header.codec_version = codec.id, codec.version
+        header.codec_id, header.codec_version = choice.id, choice.version
         header.digest = digest & (2**64 - 1)
-        header.total_bytes = part_size(run.fragments[fragment], pieces, codec)
+        header.total_bytes = part_size(run.fragments[fragment], pieces, choice)
         if first_byte > header.total_bytes:
             raise Malformed(f"the payload has {header.total_bytes} bytes, and it is asked for from byte {first_byte}")
         header.first_byte = first_byte
-        return header, select(run.fragments[fragment], payload, pieces, codec)
+        return header, select(run.fragments[fragment], payload, pieces, choice)
 
     def _pinned(self, request: pb.FetchRequest) -> Pinned:
         """The anchor that a request means: at its version while that is kept, else as it stands."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.codec import Codec
+from diloco.codec import Choice, Codec
 from diloco.config import OuterConfig
 from diloco.digest import combine, digest
 from diloco.errors import DivergedError
@@ -50,27 +50,27 @@ class Outer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """One rank's part of a contribution: its pieces and their payload (uint8), in the same order."""
+    """One rank's part of a contribution: its pieces, their codecs and their payload (uint8), in the same order."""
 
     pieces: Sequence[Piece]
-    codec: Codec
+    codecs: Sequence[Codec]
     payload: Tensor
 
-    def split(self) -> Iterator[tuple[Piece, Tensor]]:
-        """Yields each piece with its own bytes."""
+    def split(self) -> Iterator[tuple[Piece, Codec, Tensor]]:
+        """Yields each piece with its codec and its own bytes."""
         start = 0
-        for piece in self.pieces:
-            size = self.codec.size(piece.box.numel)
-            yield piece, self.payload[start : start + size]
+        for piece, codec in zip(self.pieces, self.codecs, strict=True):
+            size = codec.size(piece.box.numel)
+            yield piece, codec, self.payload[start : start + size]
             start += size
 
     def check_finite(self) -> None:
         """Raises `DivergedError` where a value is not finite, or so large that the outer step could overflow."""
-        for piece, payload in self.split():
-            for values, bytes_ in self.codec.slices(piece.box.numel):
+        for piece, codec, payload in self.split():
+            for values, bytes_ in codec.slices(piece.box.numel):
                 decoded = torch.empty(values.stop - values.start, dtype=torch.float32)
-                self.codec.decode(payload[bytes_], decoded)
-                low, high = torch.aminmax(decoded) if decoded.numel() else (0.0, 0.0)
+                codec.decode(payload[bytes_], decoded)
+                low, high = torch.aminmax(decoded)
                 if not -LARGEST <= low <= high <= LARGEST:  # NaN compares false
                     raise DivergedError(
                         f"tensor {piece.tensor} of the contribution has values that are not finite or beyond "
@@ -88,7 +88,7 @@ def fold(
     contributions: Mapping[str, Sequence[Part]],
     shares: Mapping[str, float],
     config: OuterConfig,
-    down: Codec,
+    down: Choice,
 ) -> tuple[Outer, Tensor]:
     """Takes one outer step.
 
@@ -100,18 +100,18 @@ def fold(
         The outer state at the next version, and the update's payload (uint8): what to subtract from the anchor.
     """
     anchor, momentum, residual = (x.clone() for x in (outer.anchor, outer.momentum, outer.residual))
-    update = torch.empty(sum(down.size(spec.numel) for spec in fragment.specs), dtype=torch.uint8)
+    update = torch.empty(sum(down.of(spec).size(spec.numel) for spec in fragment.specs), dtype=torch.uint8)
     pieces = chart(contributions, shares)
     end = 0
     for tensor, spec, start in zip(fragment.tensors, fragment.specs, fragment.starts, strict=True):
-        span = slice(start, start + spec.numel)
+        span, codec = slice(start, start + spec.numel), down.of(spec)
         gradient = weighted_mean(spec.shape, pieces[tensor])
         lr, mu = (config.lr, config.momentum) if spec.kind == "parameter" else (1.0, 0.0)
         wanted = nesterov(gradient.view(-1), momentum[span], lr=lr, mu=mu).add_(residual[span])
-        begin, end = end, end + down.size(spec.numel)
-        down.encode(wanted, update[begin:end])
+        begin, end = end, end + codec.size(spec.numel)
+        codec.encode(wanted, update[begin:end])
         applied = gradient.view(-1)  # its values are used up
-        down.decode(update[begin:end], applied)
+        codec.decode(update[begin:end], applied)
         residual[span] = wanted.sub_(applied)
         anchor[span].sub_(applied)
     new = Outer(
@@ -129,8 +129,8 @@ def chart(contributions: Mapping[str, Sequence[Part]], shares: Mapping[str, floa
     by_tensor: Chart = defaultdict(list)
     for island, share in shares.items():
         for part in contributions[island]:
-            for piece, payload in part.split():
-                by_tensor[piece.tensor].append((share, part.codec, piece.box, payload))
+            for piece, codec, payload in part.split():
+                by_tensor[piece.tensor].append((share, codec, piece.box, payload))
     return by_tensor
 
 

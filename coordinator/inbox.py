@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coordinator.files import REAL, Files
 from coordinator.fold import Part
-from diloco.codec import Codec
+from diloco.codec import Choice, Codec
 from diloco.errors import Conflict, Malformed
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece
@@ -64,7 +64,7 @@ class Stored:
     """One rank's part, on disk."""
 
     pieces: tuple[Piece, ...]
-    codec: Codec
+    codecs: tuple[Codec, ...]
     path: Path
     digest: str
     files: Files = field(default=REAL, compare=False, repr=False)
@@ -72,11 +72,11 @@ class Stored:
     @cached_property
     def size_bytes(self) -> int:
         """Bytes of its file."""
-        return sum(self.codec.size(piece.box.numel) for piece in self.pieces)
+        return sum(c.size(p.box.numel) for p, c in zip(self.pieces, self.codecs, strict=True))
 
     def part(self) -> Part:
         """The part with its payload as a memory map."""
-        return Part(pieces=self.pieces, codec=self.codec, payload=self.files.map(self.path))
+        return Part(pieces=self.pieces, codecs=self.codecs, payload=self.files.map(self.path))
 
     def discard(self) -> None:
         """Removes the file. One that the disk keeps nothing speaks of any more; the next start removes it."""
@@ -244,11 +244,11 @@ class SeedBed:
         part.check_finite()
         self._coverage[fragment].add(part.pieces)
         chart = self._fragments[fragment]
-        for piece, payload in part.split():
+        for piece, codec, payload in part.split():
             where = chart.place[piece.tensor]
             spec, start = chart.specs[where], chart.starts[where]
             values = torch.empty(piece.box.numel, dtype=torch.float32)
-            part.codec.decode(payload, values)
+            codec.decode(payload, values)
             tensor = self._anchors[fragment][start : start + spec.numel].view(spec.shape)
             tensor[piece.box.slices] = values.view(piece.box.size)
         self._digests[fragment, rank] = digest
@@ -264,19 +264,25 @@ class SeedBed:
         self._anchors = []
 
 
-def part_size(tensors: Fragment, pieces: Sequence[Piece], codec: Codec) -> int:
+def codecs_of(tensors: Fragment, pieces: Sequence[Piece], choice: Choice) -> tuple[Codec, ...]:
+    """The codec of each of some pieces of a fragment."""
+    return tuple(choice.of(tensors.specs[tensors.place[piece.tensor]]) for piece in pieces)
+
+
+def part_size(tensors: Fragment, pieces: Sequence[Piece], choice: Choice) -> int:
     """Bytes of what `select` yields."""
     specs = (tensors.specs[tensors.place[piece.tensor]] for piece in pieces)
-    return sum(codec.part_size(spec.shape, piece.box) for spec, piece in zip(specs, pieces, strict=True))
+    return sum(choice.of(spec).part_size(spec.shape, piece.box) for spec, piece in zip(specs, pieces, strict=True))
 
 
-def select(tensors: Fragment, payload: Tensor, pieces: Sequence[Piece], codec: Codec) -> Iterator[Tensor]:
+def select(tensors: Fragment, payload: Tensor, pieces: Sequence[Piece], choice: Choice) -> Iterator[Tensor]:
     """Yields the parts of a fragment's payload (uint8, tensors in flat order) that decode to `pieces`, in order."""
-    ends = list(accumulate(codec.size(spec.numel) for spec in tensors.specs))
+    ends = list(accumulate(choice.of(spec).size(spec.numel) for spec in tensors.specs))
     for piece in pieces:
         where = tensors.place.get(piece.tensor)
         if where is None:
             raise Malformed(f"tensor {piece.tensor} is not part of fragment {tensors.index}")
         spec = tensors.specs[where]
+        codec = choice.of(spec)
         whole = payload[ends[where] - codec.size(spec.numel) : ends[where]]
         yield codec.select(whole, spec.shape, piece.box)

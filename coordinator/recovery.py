@@ -19,7 +19,8 @@ from coordinator.inbox import Inbox, Stored
 from coordinator.ledger import Ledger, Row
 from coordinator.snapshots import load_newest_good, load_snapshot, manifests, oldest_rounds
 from coordinator.store import UPDATES_KEPT, check_same_run
-from diloco.codec import CODECS, by_id
+from diloco.codec import Codec, by_id
+from diloco.codec.policy import down_choice
 from diloco.config import RunConfig, load_run
 from diloco.digest import combine, show
 from diloco.errors import DigestMismatch, InputError, Malformed
@@ -58,7 +59,7 @@ def part_row(
         "steps": steps,
         "file": stored.path.name,
         "digest": stored.digest,
-        "codec": [stored.codec.id, stored.codec.version],
+        "codecs": [[codec.id, codec.version] for codec in stored.codecs],
         "pieces": [[p.tensor, list(p.box.offset), list(p.box.size)] for p in stored.pieces],
     }
 
@@ -237,11 +238,22 @@ def _replay_state(found: Recovered, body: dict[str, Any]) -> None:
     found.digests.update({(fragment, version): digest for fragment, version, digest in body["digests"]})
 
 
+def pieces_of(body: dict[str, Any]) -> tuple[Piece, ...]:
+    """The pieces that a `part` row speaks of."""
+    return tuple(Piece(t, Box(tuple(offset), tuple(size))) for t, offset, size in body["pieces"])
+
+
+def codecs_of(body: dict[str, Any]) -> tuple[Codec, ...]:
+    """The codec of each of them. Rows of earlier versions name one for all."""
+    named = body["codecs"] if "codecs" in body else [body["codec"]] * len(body["pieces"])
+    return tuple(by_id(*codec) for codec in named)
+
+
 def stored(body: dict[str, Any], root: Path, files: Files = REAL) -> Stored:
     """The file that a `part` row speaks of."""
     return Stored(
-        pieces=tuple(Piece(t, Box(tuple(offset), tuple(size))) for t, offset, size in body["pieces"]),
-        codec=by_id(*body["codec"]),
+        pieces=pieces_of(body),
+        codecs=codecs_of(body),
         path=root / "inbox" / body["file"],
         digest=body["digest"],
         files=files,
@@ -314,7 +326,7 @@ VERIFY_TRIES = 5
 def _refold(ledger: Ledger, root: Path) -> Iterator[tuple[int, int, str]]:
     config = recorded_config(ledger)
     found = recover(ledger, config, root, oldest=True, files=ReadOnly())
-    down = CODECS[config.wire.down]
+    down = down_choice(config.wire)
     for end in found.pending:
         if not isinstance(end, Committed) or (end.fragment, end.version) not in found.digests:
             continue

@@ -31,7 +31,7 @@ from coordinator.state import revive
 from coordinator.store import UPDATES_KEPT, Store
 from coordinator.upload import Uploads
 from coordinator.words import announce
-from diloco.codec import CODECS
+from diloco.codec.policy import down_choice, up_choice
 from diloco.config import RunConfig
 from diloco.digest import show
 from diloco.errors import (
@@ -95,7 +95,8 @@ class Run:
         self._under_way: set[asyncio.Future[Any]] = set()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fold")
         self._scribe = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
-        self._down = CODECS[config.wire.down]
+        self.up, self.down = up_choice(config.wire), down_choice(config.wire)
+        """Codecs of contributions and of updates."""
         self._keeper = Keeper(store, config, self._saved, lambda: DISK_RETRY_S)
         self._offered = committed
         self._oldest: Sequence[int] = ()
@@ -324,7 +325,7 @@ class Run:
 
         def work() -> tuple[Outer, Path]:
             parts = {island: [stored.part() for stored in inbox.parts(*key, island)] for island in decision.shares}
-            new, update = fold(fragment, outer, parts, decision.shares, self.config.outer, self._down)
+            new, update = fold(fragment, outer, parts, decision.shares, self.config.outer, self.down)
             failpoint("fold-computed")
             return new, self.store.write_update(decision.fragment, decision.round, update)
 

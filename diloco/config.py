@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -21,11 +22,23 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "e3m0", "int2", "topk", "topk-128", "topk-int8"]
 Strategy = Literal["whole", "sequential", "strided", "balanced"]
 BufferPolicy = Literal["local", "average", "first"]
 Weighting = Literal["tokens", "uniform"]
 LatePolicy = Literal["drop", "discount", "hold"]
+
+_CODEC = re.compile(r"fp32|bf16|fp16|int8|int4|e3m0|int2|topk(-([1-9][0-9]{0,3}))?(-int8|-fp32)?(-coded)?")
+CODEC_NAMES = (
+    "fp32, bf16, fp16, int8, int4, e3m0, int2, topk or topk-K, topk-int8 or topk-K-int8, topk-fp32 or topk-K-fp32, "
+    "each topk also with -coded"
+)
+MOST_KEPT, MOST_CODED = 4096, 128
+
+
+def _is_codec(name: str) -> bool:
+    """Whether a codec has this name (`diloco.codec.by_name`, which needs torch)."""
+    match = _CODEC.fullmatch(name)
+    return match is not None and int(match[2] or 64) <= (MOST_CODED if match[4] else MOST_KEPT)
 
 
 class RunSection(Settings):
@@ -169,16 +182,40 @@ class MergeConfig(Settings):
 
 
 class WireConfig(Settings):
-    up: CodecName = "fp32"
-    """Codec of contributions (`docs/codecs.md`). What int4 and those below drop, islands keep and send with the next
-    contribution (error feedback)."""
-    down: CodecName = "fp32"
-    """Codec of updates. What it drops stays in the coordinator's residual and is sent later."""
+    up: str = "fp32"
+    """Codec of contributions (`docs/codecs.md`): one for all tensors, or "auto" or "auto:CODEC", by kind: CODEC (int4)
+    for matrices, at least 4 bits for embeddings, at least bf16 for norms, biases and buffers. What int4 and those below
+    drop, islands keep and send with the next contribution (error feedback)."""
+    down: str = "fp32"
+    """Codec of updates, likewise. What it drops stays in the coordinator's residual and is sent later."""
+    up_overrides: tuple[str, ...] = ()
+    """Codecs of contributions by tensors' names, "PATTERN=CODEC" (as "*router*=bf16"); the first that matches wins."""
+    down_overrides: tuple[str, ...] = ()
+    """Codecs of updates by tensors' names."""
     feedback_decay: Fraction = 1.0
     """Factor on what an island kept of its last contribution when it is added to the next: 1 loses nothing, SparseLoCo
     uses 0.95 with `topk` and no outer momentum, 0 keeps nothing."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=4 * 2**20)] = 2**20
     """Payload of one message of a bulk stream. 256 KiB to 1 MiB is fastest."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> WireConfig:
+        for way, name, overrides in (
+            ("up", self.up, self.up_overrides),
+            ("down", self.down, self.down_overrides),
+        ):
+            if name != "auto" and not _is_codec(name.removeprefix("auto:")):
+                raise ValueError(
+                    f"wire.{way} ({name!r}) is no codec: set it to auto, auto:CODEC or one of {CODEC_NAMES}"
+                )
+            for override in overrides:
+                pattern, _, codec = override.rpartition("=")
+                if not pattern or not _is_codec(codec):
+                    raise ValueError(
+                        f"wire.{way}_overrides ({override!r}) is not PATTERN=CODEC, for example '*router*=bf16'; "
+                        f"codecs: {CODEC_NAMES}"
+                    )
+        return self
 
 
 class RoundsConfig(Settings):
@@ -304,12 +341,12 @@ PRESETS: dict[str, Table] = {
     "streaming": {
         "sync": {"strategy": "strided", "fragments": 2, "every_steps": 100, "overlap_steps": 1, "alpha": 0.5},
         "outer": {"lr": 0.4, "momentum": 0.9},
-        "wire": {"up": "bf16", "down": "bf16"},
+        "wire": {"up": "auto:e3m0", "down": "auto:e3m0"},
     },
     "sparse": {
         "sync": {"strategy": "whole", "fragments": 1, "every_steps": 30, "overlap_steps": 0, "alpha": 0.0},
         "outer": {"lr": 1.0, "momentum": 0.0},
-        "wire": {"up": "topk", "down": "topk", "feedback_decay": 0.95},
+        "wire": {"up": "auto:topk-coded", "down": "auto:topk-coded", "feedback_decay": 0.95},
     },
 }
 """`preset = "..."` atop a run file: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512), SparseLoCo (arXiv

@@ -8,16 +8,16 @@ Anchors are fp32 on the CPU (pinned where there is CUDA), so a device holds no m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from diloco.codec import Codec
+from diloco.codec import Choice
 from diloco.digest import combine, digest
 from diloco.errors import CodecError, DivergedError, LayoutError
-from diloco.feedback import Ending, Fate, Feedback
+from diloco.feedback import Counted, Ending, Fate, Feedback
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece, TensorSpec
 
@@ -92,8 +92,8 @@ class Replica:
         rank: int,
         fragments: Sequence[Fragment],
         held: Iterable[Held],
-        up: Codec,
-        down: Codec,
+        up: Choice,
+        down: Choice,
         alpha: float,
         feedback_decay: float = 1.0,
     ) -> None:
@@ -102,7 +102,7 @@ class Replica:
         self._held = [[h for h in pieces if h.piece.tensor in f.place] for f in fragments]
         self.position = [Position(0, 0) for _ in fragments]
         self.feedback = [Feedback(feedback_decay) for _ in fragments] if up.feedback and feedback_decay else None
-        """Per fragment, what the up codec dropped of this rank's contributions; None for codecs that drop little."""
+        """Per fragment, what codecs dropped of this rank's contributions; None where all drop little."""
         self.taken: list[int | None] = [None] * len(fragments)
         """Rounds whose outcome this rank's owned anchors hold: ahead of `position` while an update is on its way into
         training. None where the anchors are no version of the run's."""
@@ -144,9 +144,9 @@ class Replica:
 
     def contribution_size(self, fragment: int) -> int:
         """Bytes that this rank sends for one contribution."""
-        return sum(self.up.size(h.box.numel) for h in self.owned(fragment))
+        return sum(self.up.of(h.spec).size(h.box.numel) for h in self.owned(fragment))
 
-    def encode(self, fragment: int, staged: Staged) -> Iterator[Tensor]:
+    def encode(self, fragment: int, staged: Staged, round_: int = 0) -> Iterator[Tensor]:
         """Turns staged parameters into the payload of a contribution, piece by piece (uint8).
 
         The pseudo-gradient is anchor minus local, in fp32: a descent direction (DiLoCo, algorithm 1). It is taken in
@@ -160,18 +160,23 @@ class Replica:
             staged.copied.synchronize()
         feedback = self.feedback[fragment] if self.feedback else None
         if feedback:
-            feedback.begin()
+            feedback.begin(round_)
         for number, held in enumerate(self.owned(fragment)):
             copy = staged.copies.pop(0)
             pseudo_gradient = torch.sub(held.anchor, copy, out=copy).view(-1)
             if not torch.isfinite(pseudo_gradient).all():
                 raise DivergedError(f"the pseudo-gradient of '{held.spec.name}' is not finite", tensor=held.spec.name)
-            payload = torch.empty(self.up.size(held.box.numel), dtype=torch.uint8)
-            if feedback:
-                feedback.encode(number, pseudo_gradient, self.up, payload)
+            codec = self.up.of(held.spec)
+            payload = torch.empty(codec.size(held.box.numel), dtype=torch.uint8)
+            if feedback and codec.feedback:
+                feedback.encode(number, pseudo_gradient, codec, payload)
             else:
-                self.up.encode(pseudo_gradient, payload)
+                codec.encode(pseudo_gradient, payload)
             yield payload
+
+    def fate(self, fragment: int) -> Fate:
+        """What this rank has heard of the contribution in flight; of none at all, that it counts."""
+        return self.feedback[fragment].fate if self.feedback and self.owned(fragment) else Fate.COUNTS
 
     def receipt(self, fragment: int, fate: Fate) -> None:
         """Hears what the coordinator says of the contribution that was encoded last."""
@@ -183,10 +188,15 @@ class Replica:
         if self.feedback:
             self.feedback[fragment].end(ending, self.alpha)
 
-    def give_up(self) -> None:
-        """Settles all that is in flight: anchors and local parameters are taken anew."""
-        for fragment in range(len(self.fragments)):
-            self.end(fragment, Ending.PASSED_OVER)
+    def rejoin(self, counted: Mapping[int, Counted]) -> None:
+        """Settles what is in flight of some fragments, whose anchors and local parameters are taken anew.
+
+        Args:
+            counted: by fragment, what the coordinator knows of the island's contributions.
+        """
+        for fragment, known in counted.items():
+            if self.feedback:
+                self.feedback[fragment].rejoin(known)
 
     def forget(self) -> None:
         """Drops what the codec has dropped: it comes from training that is not finite."""
@@ -197,7 +207,7 @@ class Replica:
 
     def update_size(self, held: Sequence[Held]) -> int:
         """Bytes of an update for some pieces."""
-        return sum(self.down.part_size(h.spec.shape, h.box) for h in held)
+        return sum(self.down.of(h.spec).part_size(h.spec.shape, h.box) for h in held)
 
     def decode(self, held: Sequence[Held], payload: Tensor) -> None:
         """Moves the anchors of some pieces by an update: `anchor <- anchor - decoded`, the same bits everywhere.
@@ -211,22 +221,24 @@ class Replica:
         """
         steps = [torch.empty(h.box.numel, dtype=torch.float32) for h in held]
         for h, part, step in zip(held, self._split(held, payload, self.down), steps, strict=True):
-            self.down.decode_part(part, h.spec.shape, h.box, step)
+            self.down.of(h.spec).decode_part(part, h.spec.shape, h.box, step)
         for h, step in zip(held, steps, strict=True):
             h.anchor.sub_(step.view(h.box.size))
 
-    def load(self, held: Sequence[Held], payload: Tensor, codec: Codec) -> None:
+    def load(self, held: Sequence[Held], payload: Tensor, choice: Choice) -> None:
         """Replaces the anchors of some pieces by whole values, as when joining."""
-        for h, part in zip(held, self._split(held, payload, codec), strict=True):
-            codec.decode_part(part, h.spec.shape, h.box, h.anchor.view(-1))
+        for h, part in zip(held, self._split(held, payload, choice), strict=True):
+            choice.of(h.spec).decode_part(part, h.spec.shape, h.box, h.anchor.view(-1))
 
     @staticmethod
-    def _split(held: Sequence[Held], payload: Tensor, codec: Codec) -> list[Tensor]:
+    def _split(held: Sequence[Held], payload: Tensor, choice: Choice) -> list[Tensor]:
         """The part of each piece."""
-        sizes = [codec.part_size(h.spec.shape, h.box) for h in held]
+        sizes = [choice.of(h.spec).part_size(h.spec.shape, h.box) for h in held]
         if payload.numel() != sum(sizes):
             numel = sum(h.box.numel for h in held)
-            raise CodecError(f"{codec.name}: {payload.numel()} bytes cannot be {numel} values, which take {sum(sizes)}")
+            raise CodecError(
+                f"{choice.name}: {payload.numel()} bytes cannot be {numel} values, which take {sum(sizes)}"
+            )
         return list(torch.split(payload, sizes))
 
     def digest_parts(self, fragment: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from coordinator import rounds
 from coordinator.facts import Committed, Entry, Fact, Phase
 from coordinator.fold import Outer, Part, fold
 from coordinator.state import begin
-from diloco.codec import CODECS
+from diloco.codec.policy import down_choice, up_choice
 from diloco.config import RunConfig
 from diloco.digest import combine
 from diloco.fragments import partition
@@ -60,16 +60,16 @@ class Loopback:
     def _contribute(self, fragment: int, round_: int, tokens: Sequence[int]) -> None:
         parts: dict[str, list[Part]] = {}
         for island, replica in zip(self.islands, self.replicas, strict=True):
-            pieces = [held.piece for held in replica.owned(fragment)]
             payloads = replica.encode(fragment, replica.stage(fragment))
             parts[island] = [
-                Part(pieces=[p], codec=replica.up, payload=b) for p, b in zip(pieces, payloads, strict=True)
+                Part(pieces=[held.piece], codecs=[replica.up.of(held.spec)], payload=payload)
+                for held, payload in zip(replica.owned(fragment), payloads, strict=True)
             ]
         for i, island in enumerate(self.islands):
             entry = Entry(island=island, epoch=self.epochs[island], tokens=tokens[i])
             for decision in self._take([rounds.Contributed(fragment=fragment, round=round_, entry=entry)]):
                 if isinstance(decision, Committed):
-                    down = CODECS[self.config.wire.down]
+                    down = down_choice(self.config.wire)
                     chart, outer = self.fragments[fragment], self.outers[fragment]
                     new, update = fold(chart, outer, parts, decision.shares, self.config.outer, down)
                     self.outers[fragment], self.updates[fragment, round_] = new, update
@@ -108,8 +108,8 @@ class Loopback:
             rank=0,
             fragments=self.fragments,
             held=held,
-            up=CODECS[wire.up],
-            down=CODECS[wire.down],
+            up=up_choice(wire),
+            down=down_choice(wire),
             alpha=self.config.sync.alpha,
         )
 

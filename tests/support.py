@@ -192,7 +192,7 @@ def part(
 ) -> Part:
     """One rank's part of a contribution of `values` (fp32 [fragment.numel]); all of it without `pieces`."""
     pieces = whole(fragment) if pieces is None else pieces
-    return Part(pieces=pieces, codec=codec, payload=payload(fragment, values, pieces, codec))
+    return Part(pieces=pieces, codecs=[codec] * len(pieces), payload=payload(fragment, values, pieces, codec))
 
 
 def draw(fragment: Fragment, seed: int) -> Tensor:

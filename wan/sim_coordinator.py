@@ -26,12 +26,12 @@ from coordinator.results import Outcome
 from coordinator.run import Run
 from coordinator.state import State, revive
 from coordinator.store import UPDATES_KEPT
-from diloco.codec import CODECS, by_id
+from diloco.codec.policy import down_choice, up_choice
 from diloco.config import RunConfig
 from diloco.digest import show
 from diloco.errors import DigestMismatch, DilocoError, InputError
 from diloco.fragments import Fragment
-from diloco.layout import Box, Layout, Piece
+from diloco.layout import Layout
 from wan.sim_disk import Disk, MemoryStored, Saved
 from wan.sim_stream import SimUploads
 from wan.sim_wire import Reply, Request, Served
@@ -118,7 +118,7 @@ class SimCoordinator(Owner):
         self.digests = found.digests
         self.inbox = found.inbox
         self.changed = Gate()
-        self.down = CODECS[config.wire.down]
+        self.up, self.down = up_choice(config.wire), down_choice(config.wire)
         self.committed = self._offered = sum(outer.version for outer in self.outers)
         self._ends: list[Ended] = list(found.pending)
         self._ended_more = Gate()
@@ -148,8 +148,8 @@ class SimCoordinator(Owner):
     def locate(self, body: dict[str, Any]) -> MemoryStored:
         """The stored bytes that a `part` row speaks of."""
         return MemoryStored(
-            pieces=tuple(Piece(t, Box(tuple(offset), tuple(size))) for t, offset, size in body["pieces"]),
-            codec=by_id(*body["codec"]),
+            pieces=recovery.pieces_of(body),
+            codecs=recovery.codecs_of(body),
             path=self.disk.file(body["file"]).path,
             digest=body["digest"],
             disk=self.disk,

@@ -43,7 +43,7 @@ class MemoryStored(Stored):
     disk: Disk
 
     def part(self) -> Part:
-        return Part(pieces=self.pieces, codec=self.codec, payload=self.disk.files[self.path.name])
+        return Part(pieces=self.pieces, codecs=self.codecs, payload=self.disk.files[self.path.name])
 
     def discard(self) -> None:
         self.path.unlink(missing_ok=True)

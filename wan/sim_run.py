@@ -81,8 +81,8 @@ def configure(rng: random.Random, islands: int) -> RunConfig:
         [merge]
         weights = "{rng.choice(("tokens", "uniform"))}"
         [wire]
-        up = "{rng.choice(("fp32", "bf16", "int4", "int2"))}"
-        down = "{rng.choice(("fp32", "bf16", "int8"))}"
+        up = "{rng.choice(("fp32", "bf16", "int4", "auto:int2"))}"
+        down = "{rng.choice(("fp32", "auto:topk", "int8"))}"
         chunk_bytes = 4096
         [rounds]
         start_islands = {start}

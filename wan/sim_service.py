@@ -14,13 +14,14 @@ from coordinator import rounds
 from coordinator.anchors import Pinned
 from coordinator.facts import Standing
 from coordinator.fold import Part
-from coordinator.inbox import Stored, select
+from coordinator.inbox import Stored, codecs_of, select
 from coordinator.intake import Place
 from coordinator.recovery import layout_row
 from coordinator.results import Taken
 from coordinator.upload import RETRY_S, Slot
-from diloco.codec import CODECS, by_id
+from diloco.codec import CODECS, Choice
 from diloco.errors import Conflict, DilocoError, Expired, Malformed, Overload, StaleEpoch
+from diloco.feedback import Counted
 from diloco.fragments import partition
 from diloco.framing import chunks, read_end
 from wan.sim_coordinator import SimCoordinator
@@ -81,7 +82,13 @@ class SimService(SimCoordinator):
 
     def _join(self, request: Request) -> Work[Reply]:
         yield from drive(self.in_turn(lambda: self._enter(request)))
-        return replace(self._status(request.island), epoch=self.state.members[request.island].epoch)
+        state, island = self.state, request.island
+        known = [(rounds.contributed(state, f, island), current.round) for f, current in enumerate(state.rounds)]
+        return replace(
+            self._status(island),
+            epoch=state.members[island].epoch,
+            contributed=tuple(Counted(oldest, open_, frozenset(counted)) for (oldest, counted), open_ in known),
+        )
 
     async def _enter(self, request: Request) -> None:
         layout = request.layout
@@ -209,7 +216,9 @@ class SimService(SimCoordinator):
         """Takes a part whose bytes are all here, as `Bulk._received` does."""
         place, payload, intake = place_of(request), upload.payload, self.intake_for(request)
         digest = upload.digest
-        part = Part(pieces=request.pieces, codec=by_id(*request.codec), payload=payload)
+        choice: Choice = CODECS["fp32"] if request.seed else self.up
+        codecs = codecs_of(self.fragments[request.fragment], request.pieces, choice)
+        part = Part(pieces=request.pieces, codecs=codecs, payload=payload)
         if request.seed:
             known = yield from drive(intake.seed(*place[:4], part, digest))
             return Reply(duplicate=known)
@@ -219,7 +228,7 @@ class SimService(SimCoordinator):
         path = self.disk.file(
             f"f{place.fragment}-r{place.round}-{place.island}-e{place.epoch}-{place.rank}-{digest}"
         ).path
-        stored = MemoryStored(pieces=request.pieces, codec=part.codec, path=path, digest=digest, disk=self.disk)
+        stored = MemoryStored(pieces=request.pieces, codecs=codecs, path=path, digest=digest, disk=self.disk)
 
         def keep() -> Work[Stored]:
             yield from self.write_file(path.name, payload)
@@ -262,13 +271,13 @@ class SimService(SimCoordinator):
         if outcome.update is None:
             return reply
         payload = self.disk.files[outcome.update.name]
-        return (yield from self.sent(request, reply, payload, self.down.name, request.first_byte))
+        return (yield from self.sent(request, reply, payload, self.down, request.first_byte))
 
     def _anchor(self, request: Request) -> Work[Reply]:
         self.lease(request)
         pin, first_byte = self.pinned(request)
         reply = Reply(outcome="anchor", version=pin.version, round=pin.ended, digest=pin.digest)
-        return (yield from self.sent(request, reply, pin.anchor.view(torch.uint8), "fp32", first_byte))
+        return (yield from self.sent(request, reply, pin.anchor.view(torch.uint8), CODECS["fp32"], first_byte))
 
     def pinned(self, request: Request) -> tuple[Pinned, int]:
         """The anchor that a request means, and the byte from which it is sent."""
@@ -277,9 +286,9 @@ class SimService(SimCoordinator):
         pin = self.anchors.ask(fragment, current, request.version if request.first_byte else None)
         return pin, request.first_byte if pin.version == request.version else 0
 
-    def sent(self, request: Request, reply: Reply, payload: Tensor, codec: str, first: int) -> Work[Reply]:
+    def sent(self, request: Request, reply: Reply, payload: Tensor, choice: Choice, first: int) -> Work[Reply]:
         """A header with the chunks of its payload, from byte `first`."""
-        parts = list(select(self.fragments[request.fragment], payload, request.pieces, CODECS[codec]))
+        parts = list(select(self.fragments[request.fragment], payload, request.pieces, choice))
         total = sum(part.numel() for part in parts)
         if first > total:
             raise Malformed(f"the payload has {total} bytes, and it is asked for from byte {first}")

@@ -394,6 +394,65 @@ static int topk8_decode(float *x, const uint8_t *in, int64_t blocks, int keep) {
     return topk_decode(x, in, blocks, keep, 8);
 }
 
+/* -- topk with the indices as one number -------------------------------------------------------------------------------- */
+
+#include "_subsets.h"
+
+INLINED int coded_record(int keep, int bits) { return (bits == 2 ? 4 : 2) + TABLES[keep].bytes + keep * bits / 8; }
+
+/* Codes records one by one into a record of topk and from there. */
+INLINED int coded_encode(const float *x, uint8_t *out, int64_t blocks, int keep, int bits) {
+    int shared = bits == 2 ? 4 : 2, bytes = TABLES[keep].bytes;
+    for (; blocks--; x += CHUNK, out += coded_record(keep, bits)) {
+        uint8_t plain[4 + MOST / 2 * 3 + MOST];
+        uint16_t index[NUMBERED];
+        if (!topk_encode(x, plain, 1, keep, bits)) return 0;
+        const uint8_t *three = plain + shared;
+        for (int i = 0; i < keep; i += 2, three += 3) {
+            index[i] = (uint16_t)(three[0] | (three[1] & 15) << 8);
+            index[i + 1] = (uint16_t)(three[1] >> 4 | three[2] << 4);
+        }
+        memcpy(out, plain, (size_t)shared);
+        put_number(out + shared, index, keep);
+        memcpy(out + shared + bytes, three, (size_t)(keep * bits / 8));
+    }
+    return 1;
+}
+
+INLINED int coded_decode(float *x, const uint8_t *in, int64_t blocks, int keep, int bits) {
+    int shared = bits == 2 ? 4 : 2, bytes = TABLES[keep].bytes;
+    for (; blocks--; x += CHUNK, in += coded_record(keep, bits)) {
+        uint8_t plain[4 + MOST / 2 * 3 + MOST], *three = plain + shared;
+        uint16_t index[NUMBERED];
+        if (!take_number(index, in + shared, keep)) return 0;
+        for (int i = 0; i < keep; i += 2, three += 3) {
+            three[0] = (uint8_t)index[i];
+            three[1] = (uint8_t)(index[i] >> 8 | (index[i + 1] & 15) << 4);
+            three[2] = (uint8_t)(index[i + 1] >> 4);
+        }
+        memcpy(plain, in, (size_t)shared);
+        memcpy(three, in + shared + bytes, (size_t)(keep * bits / 8));
+        if (!topk_decode(x, plain, 1, keep, bits)) return 0;
+    }
+    return 1;
+}
+
+CLONED static int coded2_encode(const float *x, uint8_t *out, int64_t blocks, int keep) {
+    return coded_encode(x, out, blocks, keep, 2);
+}
+
+CLONED static int coded8_encode(const float *x, uint8_t *out, int64_t blocks, int keep) {
+    return coded_encode(x, out, blocks, keep, 8);
+}
+
+static int coded2_decode(float *x, const uint8_t *in, int64_t blocks, int keep) {
+    return coded_decode(x, in, blocks, keep, 2);
+}
+
+static int coded8_decode(float *x, const uint8_t *in, int64_t blocks, int keep) {
+    return coded_decode(x, in, blocks, keep, 8);
+}
+
 /* -- threads, and the module ---------------------------------------------------------------------------------------- */
 
 typedef int Encode(const float *, uint8_t *, int64_t, int);
@@ -408,11 +467,18 @@ typedef struct {
 } Job;
 
 static Encode *const ENCODE[] = {int8_encode, int4_encode,  e3m0_encode, int2_encode,
-                                 fp16_encode, topk2_encode, topk8_encode};
+                                 fp16_encode, topk2_encode, topk8_encode, coded2_encode, coded8_encode};
 static Decode *const DECODE[] = {int8_decode, int4_decode,  e3m0_decode, int2_decode,
-                                 fp16_decode, topk2_decode, topk8_decode};
+                                 fp16_decode, topk2_decode, topk8_decode, coded2_decode, coded8_decode};
 static const int RECORD[] = {2 + BLOCK, 2 + BLOCK / 2, 1 + BLOCK / 2, 2 + BLOCK / 4, 1 + 2 * BLOCK};
-enum { TOPK2 = 5, KINDS = 7 };
+enum { TOPK2 = 5, CODED2 = 7, KINDS = 9 };
+
+static int record_of(int kind, int keep) {
+    if (kind < TOPK2) return RECORD[kind];
+    int bits = kind == TOPK2 || kind == CODED2 ? 2 : 8;
+    return kind < CODED2 ? topk_record(keep, bits) : coded_record(keep, bits);
+}
+
 
 static void *work(void *argument) {
     Job *job = argument;
@@ -427,7 +493,7 @@ static int run(Job whole, int kind, int threads) {
     pthread_t ids[THREADS];
     int started[THREADS] = {0}, good = 1;
     int64_t block = kind >= TOPK2 ? CHUNK : BLOCK, most = whole.blocks * block / SHARE;
-    int record = kind < TOPK2 ? RECORD[kind] : topk_record(whole.keep, kind == TOPK2 ? 2 : 8);
+    int record = record_of(kind, whole.keep);
     threads = threads > THREADS ? THREADS : threads;
     threads = threads > most ? (int)most : threads;
     threads = threads < 1 ? 1 : threads;
@@ -453,10 +519,12 @@ static PyObject *call(PyObject *arguments, int encode) {
     unsigned long long values, records;
     long long blocks;
     if (!PyArg_ParseTuple(arguments, "iKKLii", &kind, &values, &records, &blocks, &keep, &threads)) return NULL;
-    if (kind < 0 || kind >= KINDS || blocks < 0 || (kind >= TOPK2 && (keep < 4 || keep > MOST || keep % 4))) {
+    int most = kind >= CODED2 ? NUMBERED : MOST;
+    if (kind < 0 || kind >= KINDS || blocks < 0 || (kind >= TOPK2 && (keep < 4 || keep > most || keep % 4))) {
         PyErr_SetString(PyExc_ValueError, "no such kernel");
         return NULL;
     }
+    if (kind >= CODED2 && !number_table(keep)) return PyErr_NoMemory();
     Job job = {encode ? ENCODE[kind] : NULL, DECODE[kind], (float *)(uintptr_t)values,
                (uint8_t *)(uintptr_t)records, blocks, keep, 0};
     Py_BEGIN_ALLOW_THREADS

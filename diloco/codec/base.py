@@ -5,13 +5,30 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from diloco.errors import CodecError
-from diloco.layout import Box
+from diloco.layout import Box, TensorSpec
+
+
+class Choice(Protocol):
+    """Which codec each tensor of a run takes, one way. A codec is the choice of itself for all."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def feedback(self) -> bool:
+        """Whether some tensor takes a codec with error feedback."""
+
+    def of(self, spec: TensorSpec) -> Codec:
+        """The codec of a tensor. Depends on its name, shape and kind alone, so that everybody chooses alike."""
 
 
 class Codec(ABC):
@@ -37,6 +54,10 @@ class Codec(ABC):
         for begin in range(0, numel, step):
             end, start = min(begin + step, numel), self.size(begin)
             yield slice(begin, end), slice(start, start + self.size(end - begin))
+
+    def of(self, spec: TensorSpec) -> Codec:
+        """Itself: as a `Choice` it is the codec of every tensor."""
+        return self
 
     @abstractmethod
     def size(self, numel: int) -> int:
@@ -103,11 +124,18 @@ class Cast(Codec):
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         self.check(out, values.numel())
-        out.view(self.dtype).copy_(values)
+        if self._aligned(out):
+            out.view(self.dtype).copy_(values)
+        else:
+            out.copy_(values.to(self.dtype).view(torch.uint8))
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         self.check(payload, out.numel())
-        out.copy_(payload.view(self.dtype))
+        out.copy_((payload if self._aligned(payload) else payload.clone()).view(self.dtype))
+
+    def _aligned(self, payload: Tensor) -> bool:
+        """Whether a payload can be seen as elements where it lies; behind other codecs' it begins anywhere."""
+        return payload.storage_offset() % self.dtype.itemsize == 0 and payload.data_ptr() % self.dtype.itemsize == 0
 
     def part_size(self, shape: Sequence[int], box: Box) -> int:
         return self.size(box.numel)

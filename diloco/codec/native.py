@@ -14,7 +14,7 @@ except ImportError:  # no compiler when it was installed
 
 ENABLED = library is not None
 """Whether kernels are used."""
-_KINDS = {"int8": 0, "int4": 1, "e3m0": 2, "int2": 3, "fp16": 4, "topk-2": 5, "topk-8": 6}
+_KINDS = {"int8": 0, "int4": 1, "e3m0": 2, "int2": 3, "fp16": 4, "topk-2": 5, "topk-8": 6, "coded-2": 7, "coded-8": 8}
 
 
 def usable(values: Tensor, records: Tensor) -> bool:

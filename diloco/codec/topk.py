@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import Tensor
 
+from diloco.codec import subsets
 from diloco.codec.blocks import Blocked, pack, put16, short_float, take16, tree_sum, unpack, viewed
 from diloco.codec.native import Kernel
 from diloco.codec.scaled import TINY, Int8
 
 _VALUES = {2: 4, 8: 2, 32: 0}
 """Bytes in front of the values of a record, by their bits."""
+_NAME = re.compile(r"topk(?:-([1-9][0-9]{0,3}))?(?:-(int8|fp32))?(-coded)?")
+_BITS = {None: 2, "int8": 8, "fp32": 32}
+_FAMILY, _KINDS = 2**16, (2, 8, 32)
+"""Ids from 2^16 on: (kept - 1) * 16 + number of the value's bits * 2 + whether indices are coded."""
+_EARLY = {(64, 2, False): 16, (128, 2, False): 17, (64, 8, False): 18}
+"""Those with an id of their own."""
 
 
 class TopK(Blocked):
@@ -20,10 +28,11 @@ class TopK(Blocked):
 
     Of equal magnitudes the lowest index wins. A last chunk of m values keeps ceil(keep * m / 4096).
 
-    Record: what the values share, indices of 12 bits in ascending order (two in three bytes, the first in the low
-    bits), values. Values of 2 bits are a sign and one of two levels per chunk (bf16 each, rounded up): the means of
-    the magnitudes up to the mean and above it. Of 8 bits: int8 with one scale per chunk. Of 32 bits: themselves.
-    With 64 of 4,096 and 2 bits: (32 + 64 * 14) / 4096 = 0.227 bits a value.
+    Record: what the values share, indices in ascending order, values. Indices have 12 bits (two in three bytes, the
+    first in the low bits); or they are `coded` as one number of as few bits as there are choices (`subsets`). Values of
+    2 bits are a sign and one of two levels per chunk (bf16 each, rounded up): the means of the magnitudes up to the
+    mean and above it. Of 8 bits: int8 with one scale per chunk. Of 32 bits: themselves.
+    With 64 of 4,096 and 2 bits: (32 + 64 * 14) / 4096 = 0.227 bits a value, coded (32 + 472 + 128) / 4096 = 0.154.
 
     Error: what is left of a chunk is never larger than the chunk, in |x|^2; with values of 32 bits at most
     1 - keep / 4096 of it.
@@ -32,18 +41,44 @@ class TopK(Blocked):
         keep: values kept of a full chunk; 1 to `chunk`.
         value_bits: 2, 8 or 32.
         chunk: values of a chunk; 4,096 at most.
+        coded: whether indices are one number; for 128 kept values at most.
     """
 
     feedback = True
 
-    def __init__(self, name: str, id_: int, *, keep: int, value_bits: int, chunk: int = 4096) -> None:
-        if not 1 <= keep <= chunk <= 4096 or value_bits not in _VALUES:
-            raise ValueError(f"topk of {keep} of {chunk} with values of {value_bits} bits")
+    def __init__(
+        self, name: str, id_: int, *, keep: int, value_bits: int, chunk: int = 4096, coded: bool = False
+    ) -> None:
+        if not 1 <= keep <= chunk <= 4096 or value_bits not in _VALUES or (coded and keep > subsets.MOST):
+            raise ValueError(f"topk of {keep} of {chunk} with values of {value_bits} bits{', coded' * coded}")
         self.name, self.id, self.keep, self.value_bits, self.block = name, id_, keep, value_bits, chunk
+        self.coded = coded
         self._int8 = Int8()
         self._int8.name = name
         if value_bits < 32 and chunk == 4096 and keep % 4 == 0 and keep <= 256:
-            self.kernel = Kernel(f"topk-{value_bits}", keep)
+            self.kernel = Kernel(f"{'coded' if coded else 'topk'}-{value_bits}", keep)
+
+    @classmethod
+    def named(cls, name: str) -> TopK:
+        """The codec of a name: `topk`, then how many it keeps (64), `int8` or `fp32` for values of 8 or 32 bits
+        instead of 2, and `coded`. Raises `ValueError` where there is none."""
+        match = _NAME.fullmatch(name)
+        if not match:
+            raise ValueError(f"'{name}' is no name of topk")
+        keep, bits, coded = int(match[1] or 64), _BITS[match[2]], bool(match[3])
+        number = _FAMILY + (keep - 1) * 16 + _KINDS.index(bits) * 2 + coded
+        return cls(name, _EARLY.get((keep, bits, coded), number), keep=keep, value_bits=bits, coded=coded)
+
+    @classmethod
+    def numbered(cls, id_: int, version: int) -> TopK | None:
+        """The codec of an id from 2^16 on, if there is one."""
+        keep, rest = divmod(id_ - _FAMILY, 16)
+        kind, coded = divmod(rest, 2)
+        if version != 1 or not 0 <= keep < 4096 or kind >= len(_KINDS) or (coded and keep >= subsets.MOST):
+            return None
+        known = (keep + 1, _KINDS[kind], bool(coded))
+        suffix = ("", "-int8", "-fp32")[kind] + "-coded" * coded
+        return None if known in _EARLY else cls.named(f"topk-{keep + 1}{suffix}")
 
     def kept(self, numel: int) -> int:
         """Values kept of a chunk of `numel`."""
@@ -51,11 +86,15 @@ class TopK(Blocked):
 
     def record(self, numel: int) -> int:
         kept = self.kept(numel)
-        return _VALUES[self.value_bits] + (kept * 12 + 7) // 8 + (kept * self.value_bits + 7) // 8
+        return _VALUES[self.value_bits] + self._index_bytes(numel) + (kept * self.value_bits + 7) // 8
+
+    def _index_bytes(self, numel: int) -> int:
+        kept = self.kept(numel)
+        return subsets.number_bytes(numel, kept) if self.coded else (kept * 12 + 7) // 8
 
     def entropy_bytes(self, numel: int) -> float:
-        """Bytes that `numel` values would take if indices were coded at their entropy, log2 of the number of ways to
-        choose them: 7.36 instead of 12 bits for 64 of 4,096. Values of 2 bits hardly compress."""
+        """Bytes that `numel` values take where indices are coded at their entropy, log2 of the number of ways to choose
+        them: 7.36 instead of 12 bits for 64 of 4,096. Values of 2 bits hardly compress."""
         blocks, rest = divmod(numel, self.block)
         return blocks * self._entropy(self.block) + (self._entropy(rest) if rest else 0.0)
 
@@ -69,7 +108,8 @@ class TopK(Blocked):
         place = torch.arange(numel, device=values.device)
         unique = size * numel + (numel - 1 - place)  # no ties: the lower index is the larger
         index = unique.topk(kept, dim=1).indices.sort(1).values
-        return torch.cat([*self._put_values(values.gather(1, index), put12(index))], 1)
+        places = subsets.put_numbers(index, numel) if self.coded else put12(index)
+        return torch.cat([*self._put_values(values.gather(1, index), places)], 1)
 
     def _put_values(self, x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
         if self.value_bits == 2:
@@ -86,9 +126,10 @@ class TopK(Blocked):
 
     def decode_blocks(self, records: Tensor, numel: int) -> Tensor:
         kept, shared = self.kept(numel), _VALUES[self.value_bits]
-        end = shared + (kept * 12 + 7) // 8
-        index = take12(records[:, shared:end], kept)
-        if not (index < numel).all() or not (index[:, 1:] > index[:, :-1]).all():
+        end = shared + self._index_bytes(numel)
+        places = records[:, shared:end]
+        index = subsets.take_numbers(places, numel, kept) if self.coded else take12(places, kept)
+        if index is None or not (index < numel).all() or not (index[:, 1:] > index[:, :-1]).all():
             raise self.bad("an index is out of range or out of order")
         out = torch.zeros(len(records), numel, dtype=torch.float32, device=records.device)
         return out.scatter_(1, index, self._take_values(records[:, :shared], records[:, end:], kept))

@@ -239,7 +239,8 @@ def test_a_part_splits_into_its_pieces_in_order() -> None:
     pieces = [Piece(0, Box((2, 0), (1, 4))), Piece(2, Box((5, 0), (0, 3))), Piece(0, Box((0, 3), (2, 1)))]
     flat = torch.arange(FRAGMENT.numel, dtype=torch.float32)
     found = [
-        (piece, payload.view(torch.bfloat16).tolist()) for piece, payload in part(FRAGMENT, flat, pieces, BF16).split()
+        (piece, payload.view(torch.bfloat16).tolist())
+        for piece, _, payload in part(FRAGMENT, flat, pieces, BF16).split()
     ]
     assert found == [(pieces[0], [8.0, 9.0, 10.0, 11.0]), (pieces[1], []), (pieces[2], [3.0, 7.0])]
 

@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coordinator.fold import Outer, fold
-from coordinator.inbox import part_size, select
+from coordinator.fold import Outer, Part, fold
+from coordinator.inbox import codecs_of, part_size, select
 from diloco.codec import CODECS, Codec
+from diloco.codec.policy import choice
 from diloco.config import OuterConfig
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece, TensorSpec
-from tests.support import deal, part
+from tests.support import deal, part, payload
 
 FRAGMENT = Fragment(0, (3, 5, 9), (TensorSpec("w", (40, 130)), TensorSpec("b", (130,)), TensorSpec("s", ())))
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=15)
+NOTHING = torch.empty(0, dtype=torch.uint8)
 every = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
 
@@ -91,3 +93,52 @@ def test_contributions_of_every_codec_are_folded(codec: Codec) -> None:
         assert torch.equal(-outer.anchor[:5200].view(40, 130)[box], expected)
     assert torch.equal(-outer.anchor[5200:5330], codec.unpack(codec.pack(-b), (130,)))
     assert torch.equal(-outer.anchor[5330:], codec.unpack(codec.pack(-s), (1,)))
+
+
+@pytest.mark.parametrize("islands", [1, 4, 16])
+def test_merged_sparse_contributions_are_sent_as_sparse_as_one(islands: int) -> None:
+    """The union of what islands chose is cut down to the update's own choice, and the rest waits in the residual."""
+    sparse, config = CODECS["topk-coded"], OuterConfig(lr=1.0, momentum=0.0)
+    outer = Outer.first(FRAGMENT, torch.zeros(FRAGMENT.numel))
+    sent, applied = torch.zeros(FRAGMENT.numel), torch.zeros(FRAGMENT.numel)
+    size = sum(sparse.size(spec.numel) for spec in FRAGMENT.specs)
+    for round_ in range(8):
+        names = [f"i{i:02d}" for i in range(islands)]
+        parts = {name: [part(FRAGMENT, values(100 * round_ + i), None, sparse)] for i, name in enumerate(names)}
+        outer, update = fold(FRAGMENT, outer, parts, dict.fromkeys(names, 1 / islands), config, sparse)
+        step = unpacked(update, sparse)
+        assert update.numel() == size
+        assert step.count_nonzero() <= 64 + 18 + 3 + 1
+        applied += step
+        for name in names:
+            sent += unpacked(parts[name][0].payload, sparse) / islands
+    assert torch.allclose(applied + outer.residual, sent, atol=1e-4)
+    assert torch.allclose(outer.anchor, -applied, atol=1e-5)
+
+
+@given(seed=st.integers(0, 2**31), ranks=st.integers(1, 3))
+@PROPERTY
+def test_tensors_take_codecs_of_their_own_both_ways(seed: int, ranks: int) -> None:
+    up, down = choice("auto:int2", ("s=fp32",)), choice("auto:topk-coded", ("b=int8",))
+    flat, config = values(seed % 1000), OuterConfig(lr=1.0, momentum=0.0)
+    parts = []
+    for pieces in deal(FRAGMENT, ranks, random.Random(seed)):
+        codecs = codecs_of(FRAGMENT, pieces, up)
+        payloads = [payload(FRAGMENT, flat, [p], c) for p, c in zip(pieces, codecs, strict=True)]
+        parts.append(Part(pieces=pieces, codecs=codecs, payload=torch.cat([NOTHING, *payloads])))
+    outer, update = fold(
+        FRAGMENT, Outer.first(FRAGMENT, torch.zeros_like(flat)), {"a": parts}, {"a": 1.0}, config, down
+    )
+    assert update.numel() == CODECS["topk-coded"].size(5200) + CODECS["int8"].size(130) + CODECS["bf16"].size(1)
+    assert -outer.anchor[5330] == flat[5330].bfloat16().float()
+    names = {"w": "int2", "b": "bf16", "s": "fp32"}
+    for piece, codec, _ in (x for part_ in parts for x in part_.split()):
+        assert codec is CODECS[names[FRAGMENT.specs[FRAGMENT.place[piece.tensor]].name]]
+    for pieces in deal(FRAGMENT, ranks, random.Random(seed + 1)):
+        for piece, part_ in zip(pieces, select(FRAGMENT, update, pieces, down), strict=True):
+            spec, start = (x[FRAGMENT.place[piece.tensor]] for x in (FRAGMENT.specs, FRAGMENT.starts))
+            out = torch.empty(piece.box.numel)
+            down.of(spec).decode_part(part_, spec.shape, piece.box, out)
+            moved = -outer.anchor[start : start + spec.numel].view(spec.shape)[piece.box.slices]
+            assert torch.equal(out, moved.reshape(-1))
+        assert sum(p.numel() for p in select(FRAGMENT, update, pieces, down)) == part_size(FRAGMENT, pieces, down)

@@ -102,7 +102,7 @@ def stored(folder: Path, pieces: list[Piece], digest: str) -> Stored:
     codec = CODECS["fp32"]
     path = folder / f"{digest}.bin"
     REAL.write(path, payload(FRAGMENT, ramp(0), pieces, codec).numpy())
-    return Stored(pieces=tuple(pieces), codec=codec, path=path, digest=digest)
+    return Stored(pieces=tuple(pieces), codecs=(codec,) * len(pieces), path=path, digest=digest)
 
 
 def test_a_contribution_is_whole_when_all_its_ranks_have_sent(tmp_path: Path) -> None:
@@ -246,7 +246,10 @@ def test_the_tilings_of_these_tests_are_odd() -> None:
 def test_a_whole_contribution_gives_way_to_a_new_epoch_unless_it_counts(tmp_path: Path) -> None:
     fragment = FRAGMENT
     sent = Stored(
-        pieces=tuple(whole(fragment)), codec=CODECS["fp32"], path=tmp_path / "whole", digest="0123456789abcdef"
+        pieces=tuple(whole(fragment)),
+        codecs=(CODECS["fp32"],) * len(whole(fragment)),
+        path=tmp_path / "whole",
+        digest="0123456789abcdef",
     )
     sent.path.write_bytes(b"")
     inbox = Inbox()

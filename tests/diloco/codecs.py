@@ -103,6 +103,7 @@ STATED: dict[str, Callable[[Codec, Tensor, Tensor], bool]] = {
     "topk": _topk,
     "topk-128": _topk,
     "topk-int8": _topk,
+    "topk-coded": _topk,
 }
 """Per codec: whether a round trip (codec, fp64 values, fp64 values that come back) keeps the error that it states."""
 
@@ -117,12 +118,17 @@ SIZES: dict[str, Callable[[int], int]] = {
     "topk": lambda n: _sparse(n, 64, 4, 2),
     "topk-128": lambda n: _sparse(n, 128, 4, 2),
     "topk-int8": lambda n: _sparse(n, 64, 2, 8),
+    "topk-coded": lambda n: _sparse(n, 64, 4, 2, coded=True),
 }
 """Bytes of n values, as docs/codecs.md has it."""
 
 
-def _sparse(numel: int, keep: int, shared: int, bits: int) -> int:
+def _sparse(numel: int, keep: int, shared: int, bits: int, *, coded: bool = False) -> int:
     chunks, rest = divmod(numel, 4096)
-    kept = [keep] * min(chunks, 1) + [math.ceil(keep * rest / 4096)] * bool(rest)
-    each = [shared + math.ceil(12 * k / 8) + math.ceil(bits * k / 8) for k in kept]
-    return sum(each) + each[0] * (chunks - 1) if chunks else sum(each)
+
+    def record(m: int) -> int:
+        k = math.ceil(keep * m / 4096)
+        index_bits = (math.comb(m, k) - 1).bit_length() if coded else 12 * k
+        return shared + math.ceil(index_bits / 8) + math.ceil(bits * k / 8)
+
+    return chunks * record(4096) + (record(rest) if rest else 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.codec import CODECS, Codec, by_id, native
+from diloco.codec import CODECS, Codec, by_id, by_name, native
+from diloco.codec.subsets import number_bytes, put_numbers, take_numbers
 from diloco.codec.topk import TopK
-from diloco.config import CodecName
-from diloco.errors import CodecError
+from diloco.errors import CodecError, ConfigError
 from diloco.layout import Box
 from tests.diloco.codecs import BLOCKED, GOLDEN, SIZES, STATED, decoded, golden_values, hard_values, same_bits
 from tests.diloco.test_layout import shaped_boxes
@@ -34,8 +33,9 @@ WIRE = {
     "topk": (16, 1),
     "topk-128": (17, 1),
     "topk-int8": (18, 1),
+    "topk-coded": (2**16 + 63 * 16 + 1, 1),
 }
-FEEDBACK = {"int4", "e3m0", "int2", "topk", "topk-128", "topk-int8"}
+FEEDBACK = {"int4", "e3m0", "int2", "topk", "topk-128", "topk-int8", "topk-coded"}
 
 
 @st.composite
@@ -124,6 +124,14 @@ class TestEveryCodec:
         known = json.loads((GOLDEN / "decoded.json").read_text())
         assert hashlib.sha256(codec.unpack(payload, x.shape).numpy().tobytes()).hexdigest() == known[codec.name]
 
+    @pytest.mark.parametrize("before", [1, 2, 3])
+    def test_a_payload_may_begin_at_any_byte(self, codec: Codec, before: int) -> None:
+        x = golden_values()
+        room = torch.zeros(before + codec.size(x.numel()), dtype=torch.uint8)
+        codec.encode(x, room[before:])
+        assert torch.equal(room[before:], codec.pack(x))
+        assert same_bits(codec.unpack(room[before:], x.shape), decoded(codec, x))
+
     @given(numels=st.lists(st.integers(0, 600), max_size=5))
     @PROPERTY
     def test_payloads_lie_one_after_the_other(self, codec: Codec, numels: list[int]) -> None:
@@ -186,7 +194,7 @@ class TestEveryCodec:
 
 
 def test_every_codec_has_its_promise_and_its_setting() -> None:
-    assert set(CODECS) == set(WIRE) == set(STATED) == set(SIZES) == set(get_args(CodecName))
+    assert set(CODECS) == set(WIRE) == set(STATED) == set(SIZES)
     assert len({(codec.id, codec.version) for codec in CODECS.values()}) == len(CODECS)
 
 
@@ -282,6 +290,79 @@ def test_the_entropy_of_topk_is_as_stated() -> None:
     assert codec.size(4096) * 8 / 4096 == pytest.approx(0.2266, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["topk-coded", "topk-128-coded", "topk-7-int8-coded", "topk-1-fp32-coded"])
+@pytest.mark.parametrize("numel", [0, 1, 63, 65, 1000, 4096, 3 * 4096 + 17])
+def test_coded_indices_take_their_entropy_and_give_the_same_values(name: str, numel: int) -> None:
+    coded, plain = by_name(name), by_name(name.removesuffix("-coded"))
+    assert isinstance(coded, TopK)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    assert same_bits(decoded(coded, x), decoded(plain, x))
+    records = -(-numel // 4096)
+    assert 0 <= coded.size(numel) - coded.entropy_bytes(numel) <= 2 * records  # less than a byte for each of two fields
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(data=st.data(), numel=st.integers(1, 4096))
+def test_every_set_of_indices_has_its_own_number(data: st.DataObject, numel: int) -> None:
+    kept = data.draw(st.integers(1, min(numel, 128)))
+    index = sorted(data.draw(st.sets(st.integers(0, numel - 1), min_size=kept, max_size=kept)))
+    number = put_numbers(torch.tensor([index]), numel)
+    assert int.from_bytes(bytes(number[0].tolist()), "little") == sum(math.comb(i, j) for j, i in enumerate(index, 1))
+    found = take_numbers(number, numel, kept)
+    assert found is not None
+    assert found.tolist() == [index]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("numel", [4096, 8, 1])
+def test_a_number_without_indices_is_refused(numel: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "ENABLED", native.ENABLED and compiled)
+    codec = CODECS["topk-coded"]
+    assert isinstance(codec, TopK)
+    payload, kept = codec.pack(torch.linspace(0, 1, numel)), codec.kept(numel)
+    size = number_bytes(numel, kept)
+    payload[4 : 4 + size] = torch.tensor(list(math.comb(numel, kept).to_bytes(max(size, 1), "little")[:size]))
+    if size:
+        with pytest.raises(CodecError, match="topk-coded: the payload is damaged"):
+            codec.unpack(payload, (numel,))
+    else:
+        assert codec.unpack(payload, (numel,)).numel() == numel  # there is one choice, and nothing to say about it
+
+
+@pytest.mark.parametrize(
+    ("name", "id_", "bits"),
+    [
+        ("topk", 16, 0.2266),
+        ("topk-64", 16, 0.2266),
+        ("topk-32", 2**16 + 31 * 16, 0.1172),
+        ("topk-256-int8", 2**16 + 255 * 16 + 2, 1.2539),
+        ("topk-int8", 18, 0.3164),
+        ("topk-128-fp32", 2**16 + 127 * 16 + 4, 1.375),
+        ("topk-coded", 2**16 + 63 * 16 + 1, 0.1543),
+        ("topk-128-int8-coded", 2**16 + 127 * 16 + 3, 0.4551),
+    ],
+)
+def test_how_many_values_and_bits_is_in_the_name_and_the_id(name: str, id_: int, bits: float) -> None:
+    codec = by_name(name)
+    assert codec.id == id_
+    assert codec.size(4096) * 8 / 4096 == pytest.approx(bits, abs=1e-4)
+    same = by_id(id_, 1)
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(same.pack(x), codec.pack(x))
+
+
+@pytest.mark.parametrize("name", ["topk-0", "topk-4097", "topk-129-coded", "topk-int4", "topk-", "int3", "auto"])
+def test_a_name_of_no_codec_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown codec '{name}'; known: fp32, .* and topk-K"):
+        by_name(name)
+
+
+@pytest.mark.parametrize("id_", [2**16 - 1, 2**16 + 6, 2**16 + 128 * 16 + 1, 2**16 + 4096 * 16, 2**16 + 63 * 16])
+def test_an_id_of_no_topk_is_refused(id_: int) -> None:
+    with pytest.raises(CodecError, match=f"unknown codec id {id_} version 1"):
+        by_id(id_, 1)
+
+
 @pytest.mark.parametrize(("keep", "bits", "chunk"), [(0, 2, 64), (65, 2, 64), (1, 3, 64), (64, 2, 8192)])
 def test_topk_of_impossible_parameters_is_refused(keep: int, bits: int, chunk: int) -> None:
     with pytest.raises(ValueError, match="topk of"):
@@ -308,6 +389,7 @@ DAMAGE = [
     ("topk", 2, (0x00, 0x80)),
     ("topk", 4, (0, 0, 0)),  # index 0 twice
     ("topk-int8", 0, (0x80, 0x7F)),
+    ("topk-coded", 0, (0x80, 0x7F)),
 ]
 
 

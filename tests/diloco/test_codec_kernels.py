@@ -122,6 +122,7 @@ def test_a_kernel_that_does_not_exist_is_refused() -> None:
         (-1, 0, 0, 0, 0, 1),
         (5, 0, 0, 0, 3, 1),
         (5, 0, 0, 0, 260, 1),
+        (7, 0, 0, 0, 132, 1),
         (0, 0, 0, -1, 0, 1),
     ):
         with pytest.raises(ValueError, match="no such kernel"):

@@ -70,7 +70,7 @@ def test_a_broken_rule_names_every_source_that_has_a_part_in_it() -> None:
         ("outer.momentum=1", "'outer.momentum': input should be less than 1, not 1"),
         ("outer.lr=0", "'outer.lr': input should be greater than 0, not 0"),
         ("sync.alpha=1.5", "'sync.alpha': input should be less than or equal to 1, not 1.5"),
-        ("wire.up=fp8", "'wire.up': input should be 'fp32', 'bf16', "),
+        ("wire.up=fp8", "wire.up ('fp8') is no codec: set it to auto, auto:CODEC or one of fp32, bf16, "),
         ("wire.chunk_bytes=8388608", "'wire.chunk_bytes': input should be less than or equal to 4194304"),
         ("rounds.deadline_s=inf", "'rounds.deadline_s': input should be a finite number, not inf"),
         ("run.id='a b'", "'run.id': string should match pattern"),

@@ -81,7 +81,7 @@ def launch(serving: Serving, layouts: Sequence[str], folder: Path) -> list[list[
     return [[json.loads(path.read_text()) for path in paths] for paths in outs]
 
 
-WIRES = {"every-layout": ("int4", "e3m0")}
+WIRES = {"every-layout": ("int4", "e3m0"), "two-ranks-and-one": ("auto:int2", "auto:topk-coded")}
 """Codecs of a run, up and down, that are not bf16."""
 RUNS = {
     "every-layout": ("fsdp", "hsdp", "tensor-parallel", "single"),
@@ -122,14 +122,12 @@ def test_same_digests_on_every_rank_at_every_version(finished: Any) -> None:
 
 def test_each_rank_sends_its_own_pieces_and_nothing_twice(finished: Any) -> None:
     host, seen, layouts = finished
-    fragments = host.ask(lambda run: run.fragments)
+    fragments, up = host.ask(lambda run: (run.fragments, run.up))
     for layout, island in zip(layouts, seen, strict=True):
         for fragment in (0, 1):
-            sizes = [rank["sizes"][fragment] for rank in island]
-            numel, pieces = fragments[fragment].numel, len(island) * len(fragments[fragment].specs)
-            least, most = (
-                (2 * numel, 2 * numel) if host.run.config.run.id not in WIRES else (numel // 2, numel // 2 + 5 * pieces)
-            )
+            sizes, specs = [rank["sizes"][fragment] for rank in island], fragments[fragment].specs
+            least = sum(up.of(spec).size(spec.numel) for spec in specs)
+            most = least + (5 * len(island) * len(specs) if host.run.config.run.id in WIRES else 0)
             assert least <= sum(sizes) <= most, "bytes of the whole fragment, once per island"
             if layout != "single":
                 assert max(sizes) <= 0.75 * sum(sizes), "no rank sends the model"
