@@ -92,7 +92,8 @@ class Client:
 
     def fetch(self, tensor: int) -> None:
         request = pb.FetchRequest(**self._key, fragment=tensor % 2, anchor=True, pieces=self._pieces([tensor]))
-        self._link.fetch(request, CODEC.size(self._layout.tensors[tensor].numel))
+        _, payload = self._link.fetch(request, CODEC.size(self._layout.tensors[tensor].numel))
+        self._link.buffers.give(payload)
 
     def _pieces(self, tensors: Sequence[int]) -> list[pb.Piece]:
         return [piece_to_proto(Piece(t, Box.whole(self._layout.tensors[t].shape))) for t in tensors]

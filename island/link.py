@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import grpc
+import torch
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from torch import Tensor
 
 from diloco import allocator
+from diloco.buffers import Buffers
 from diloco.errors import (
     BY_NAME,
     CodecError,
@@ -92,6 +94,8 @@ class Link:
         self.resent_bytes = 0
         """Payload that was handed to lines that were cut, and sent again."""
         self._control, self._bulk = (grpc.insecure_channel(address, options=_OPTIONS) for _ in range(2))
+        self.buffers = Buffers(torch.uint8)
+        """For payloads; whoever has one of a fetch may give it back."""
         self._window_bytes = FIRST_BYTES
         """What the last push had under way: the next one begins with it."""
         self._up, self._down = Throttle(bytes_per_s), Throttle(bytes_per_s)
@@ -257,7 +261,11 @@ class Link:
         return cast(pb.Receipt, receipt)
 
     def fetch(
-        self, request: pb.FetchRequest, expected_bytes: int, spool: Path | None = None
+        self,
+        request: pb.FetchRequest,
+        expected_bytes: int,
+        spool: Path | None = None,
+        follow: Callable[[Tensor, int], None] = lambda payload, have: None,
     ) -> tuple[pb.FetchHeader, Tensor]:
         """Streams one rank's part of an update or of anchors; on a cut line, goes on at the first missing byte.
 
@@ -267,6 +275,7 @@ class Link:
             request: what is asked for.
             expected_bytes: size of its pieces.
             spool: where anchors are kept while they come, so that another process can go on with them.
+            follow: told with every chunk what the payload is and how many bytes of it are here.
 
         Returns:
             (header, payload uint8); the payload is empty where the outcome has no bytes.
@@ -277,7 +286,11 @@ class Link:
         pace = _Pace()
         found = Spool.find(spool, expected_bytes) if spool else None
         held: list[tuple[pb.FetchHeader, Collector]] = [(found.header, found)] if found else []
-        return self._retried(lambda: self._fetch_once(request, expected_bytes, held, pace, spool), FETCH_AGAIN, pace)
+
+        def attempt() -> tuple[pb.FetchHeader, Tensor]:
+            return self._fetch_once(request, expected_bytes, held, pace, spool, follow)
+
+        return self._retried(attempt, FETCH_AGAIN, pace)
 
     def _fetch_once(
         self,
@@ -286,6 +299,7 @@ class Link:
         held: list[tuple[pb.FetchHeader, Collector]],
         pace: _Pace,
         spool: Path | None,
+        follow: Callable[[Tensor, int], None],
     ) -> tuple[pb.FetchHeader, Tensor]:
         """One stream. `held` is what earlier ones have brought, with its header; or empty."""
         ask = pb.FetchRequest()
@@ -302,21 +316,27 @@ class Link:
                 if header.first_byte and not (held and _same(header, held[0][0])):
                     stream.cancel()
                     self._forget(held, pace)
-                    return self._fetch_once(request, expected_bytes, held, pace, spool)
+                    return self._fetch_once(request, expected_bytes, held, pace, spool, follow)
                 if header.first_byte:
                     self.resumes += 1
                 else:
                     self._forget(held, pace)
-                    held.append((header, _collector(header, spool)))
+                    held.append((header, self._collector(header, spool)))
                 header, collector = held[0]
                 for message in stream:
                     self._down.take(len(message))
                     collector.add(message)
+                    follow(collector.payload, collector.have)
                     failpoint("fetch-receiving")
                     pace.move(collector.have)
                 return header, collector.finish()
         except grpc.RpcError as error:
             raise self._translated(error, pace) from error
+
+    def _collector(self, header: pb.FetchHeader, spool: Path | None) -> Collector:
+        if spool and header.outcome == "anchor" and header.total_bytes:
+            return Spool.begin(spool, header)
+        return Collector(header.total_bytes, self.buffers.take(header.total_bytes))
 
     def _forget(self, held: list[tuple[pb.FetchHeader, Collector]], pace: _Pace) -> None:
         """Begins again: what had come is of a version that is no longer kept."""
@@ -434,12 +454,6 @@ def _same(header: pb.FetchHeader, other: pb.FetchHeader) -> bool:
         return h.outcome, h.version, h.digest, h.codec_id, h.codec_version, h.total_bytes
 
     return payload(header) == payload(other)
-
-
-def _collector(header: pb.FetchHeader, spool: Path | None) -> Collector:
-    if spool and header.outcome == "anchor" and header.total_bytes:
-        return Spool.begin(spool, header)
-    return Collector(header.total_bytes)
 
 
 def _short(details: str | None) -> str:
