@@ -100,7 +100,7 @@ class Courier:
             steps: inner steps since then.
 
         Raises:
-            DivergedError: a pseudo-gradient that is not finite. What was sent before has no end, and counts for nothing.
+            DivergedError: a pseudo-gradient that is not finite. What was sent has no end, and counts for nothing.
         """
         owned, up = self._replica.owned(fragment), self._replica.up
         if not owned:

@@ -149,7 +149,11 @@ def test_a_contribution_that_was_never_settled_leaves_the_residual() -> None:
     books = Books(codec=CODECS["int2"], alpha=0.0, chance=torch.Generator().manual_seed(2))
     books.round(Fate.COUNTS, Ending.COMMITTED)
     before = books.feedback.residual(0, NUMEL).clone()
-    list(books.feedback.encode(0, torch.ones(NUMEL), books.codec, torch.empty(books.codec.size(NUMEL), dtype=torch.uint8)))
+    list(
+        books.feedback.encode(
+            0, torch.ones(NUMEL), books.codec, torch.empty(books.codec.size(NUMEL), dtype=torch.uint8)
+        )
+    )
     books.feedback.receipt(Fate.COUNTS)
     books.feedback.begin(0)
     books.feedback.end(Ending.COMMITTED, 0.0)
