@@ -17,8 +17,9 @@ CHUNKS = 4
 """Chunks of a window, so that some are on their way while others are answered."""
 SLACK_S = 0.005
 """Time more than twice the least that is no sign of a queue."""
-DRIFT = 0.01
-"""How far the least time follows each longer one, for a route that has become longer."""
+LOOKS = 16
+"""Times in a row that the smallest window takes longer before the route is taken to have become longer: it makes next to
+no queue of its own."""
 
 
 class Window:
@@ -38,6 +39,8 @@ class Window:
         self._handed = self._have = 0
         self._least_s = float("inf")
         self._shrunk_at = float("-inf")
+        self._lows: list[float] = []
+        """What bytes took lately under the smallest window."""
         self._full = False
 
     def begin(self, first_byte: int) -> None:
@@ -72,9 +75,10 @@ class Window:
         if at is None:
             return
         time_s = now - at
-        if time_s < self._least_s:
-            self._least_s = time_s
-        self._least_s += DRIFT * (time_s - self._least_s)
+        self._least_s = min(self._least_s, time_s)
+        self._lows = [*self._lows, time_s] if self.bytes == LEAST_BYTES else []
+        if len(self._lows) == LOOKS:
+            self._least_s, self._lows = min(self._lows), []
         if time_s <= 2 * self._least_s + SLACK_S:
             if self._full:
                 self.bytes = max(self.bytes, min(self.bytes + took, self.limit_bytes))

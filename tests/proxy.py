@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -105,6 +106,46 @@ class Proxy:
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+class Bottleneck(Proxy):
+    """A line of so many bytes a second each way, shared by all connections, behind a queue that takes everything: what
+    one connection puts into it all others wait behind. So do home routers and cheap links."""
+
+    def __init__(self, target: str, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._queues: dict[Way, queue.SimpleQueue[tuple[socket.socket, bytes] | None]]
+        self._queues = {"up": queue.SimpleQueue(), "down": queue.SimpleQueue()}
+        self._over = threading.Event()
+        self._drains = [threading.Thread(target=self._drain, args=(way,), daemon=True) for way in self._queues]
+        for drain in self._drains:
+            drain.start()
+        super().__init__(target)
+
+    def close(self) -> None:
+        self._over.set()
+        for waiting in self._queues.values():
+            waiting.put(None)
+        super().close()
+        for drain in self._drains:
+            drain.join(BOUND_S)
+
+    def _pump(self, way: Way, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(8192):
+                self._queues[way].put((sink, data))
+        self._queues[way].put((sink, b""))
+
+    def _drain(self, way: Way) -> None:
+        while (item := self._queues[way].get()) is not None:
+            sink, data = item
+            self._over.wait(len(data) / self._bytes_per_s)
+            self.count[way] += len(data)
+            with contextlib.suppress(OSError):
+                if data:
+                    sink.sendall(data)
+                else:
+                    sink.shutdown(socket.SHUT_WR)
 
 
 @contextlib.contextmanager
