@@ -22,6 +22,7 @@ from coordinator.inbox import Stored, codecs_of, part_size, select
 from coordinator.intake import Place
 from coordinator.results import Outcome, Taken
 from coordinator.run import Run
+from coordinator.scan import Scan
 from coordinator.upload import RETRY_S, Slot, Stream, Upload
 from coordinator.words import waiting_for
 from diloco.codec import CODECS, Choice, Codec
@@ -168,7 +169,8 @@ class Bulk:
         have = await run.uploads.run(push.slot, upload.open)
         if header.first_byte > have:
             raise Expired(f"{have} bytes of this push are here, not {header.first_byte}: ask Resume, and go on there")
-        told, seen = -PROGRESS_S, have
+        told, seen, scan = -PROGRESS_S, have, Scan(push.pieces, push.codecs)
+        upload.watch = None if header.seed else scan.feed  # first parameters are looked at as they are placed
         async with self._flow(upload, context) as flow:
             async for message in _lively(messages):
                 await flow.add(message)
@@ -186,7 +188,7 @@ class Bulk:
         upload.check_complete()
         run.lease(header.run_id, header.island_id, header.epoch)
         stream.storing = True
-        receipt = await self._received(push, upload)
+        receipt = await self._received(push, upload, scan)
         if not header.seed or run.state.seeded:
             await run.uploads.drop(upload)
             await run.uploads.prune(run.intake.over)
@@ -211,7 +213,7 @@ class Bulk:
                 if telling.done() and not telling.cancelled() and telling.exception():
                     log.debug("telling a sender ended with %r", telling.exception())  # so does its stream
 
-    async def _received(self, push: _Push, upload: Upload) -> pb.Receipt:
+    async def _received(self, push: _Push, upload: Upload, scan: Scan) -> pb.Receipt:
         """Takes a part whose bytes are all here."""
         run, header, pieces, codecs = self._run, push.header, push.pieces, push.codecs
         place, digest = push.place, upload.digest
@@ -219,7 +221,7 @@ class Bulk:
         if header.seed:
             known = await run.intake.seed(*place[:4], part, digest)
             return pb.Receipt(duplicate=known)
-        dropped = await run.intake.check(place, part)
+        dropped = await run.intake.check(place, part, scan)
         if dropped:
             return pb.Receipt(dropped=dropped)
         name = f"f{place.fragment}-r{place.round}-{place.island}-e{place.epoch}-{place.rank}-{digest}"

@@ -68,14 +68,18 @@ class Part:
         """Raises `DivergedError` where a value is not finite, or so large that the outer step could overflow."""
         for piece, codec, payload in self.split():
             for values, bytes_ in codec.slices(piece.box.numel):
-                decoded = torch.empty(values.stop - values.start, dtype=torch.float32)
-                codec.decode(payload[bytes_], decoded)
-                low, high = torch.aminmax(decoded)
-                if not -LARGEST <= low <= high <= LARGEST:  # NaN compares false
-                    raise DivergedError(
-                        f"tensor {piece.tensor} of the contribution has values that are not finite or beyond "
-                        f"{LARGEST:g}"
-                    )
+                check_values(piece, codec, payload[bytes_], values.stop - values.start)
+
+
+def check_values(piece: Piece, codec: Codec, payload: Tensor, numel: int) -> None:
+    """Raises `DivergedError` where one of some values of a piece is not finite, or too large."""
+    decoded = torch.empty(numel, dtype=torch.float32)
+    codec.decode(payload, decoded)
+    low, high = torch.aminmax(decoded)
+    if not -LARGEST <= low <= high <= LARGEST:  # NaN compares false
+        raise DivergedError(
+            f"tensor {piece.tensor} of the contribution has values that are not finite or beyond {LARGEST:g}"
+        )
 
 
 Chart = dict[int, list[tuple[float, Codec, Box, Tensor]]]

@@ -11,6 +11,7 @@ from coordinator.fold import Part
 from coordinator.inbox import SeedBed, Stored
 from coordinator.recovery import part_row
 from coordinator.results import Taken
+from coordinator.scan import Scan
 from coordinator.upload import Slot
 from diloco.errors import DilocoError, DivergedError, Malformed, StaleEpoch
 from diloco.failpoints import failpoint
@@ -105,10 +106,11 @@ class Intake:
             return f"{place.island} has already contributed to round {place.round} under another epoch"
         return current.refused.get(place.island, "")
 
-    async def check(self, place: Place, part: Part) -> str:
-        """Looks at a part's values; returns why its contribution cannot be used, or ""."""
+    async def check(self, place: Place, part: Part, scan: Scan | None = None) -> str:
+        """Looks at a part's values, if `scan` has not; returns why its contribution cannot be used, or ""."""
         try:
-            await self._run.in_worker(part.check_finite)
+            if scan is None or not scan.result():
+                await self._run.in_worker(part.check_finite)
         except DivergedError as error:
             await self._run.take(
                 rounds.Spoiled(

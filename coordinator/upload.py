@@ -130,6 +130,8 @@ class Upload(Growing):
         """Bytes that the kernel was told to write to the disk."""
         self.stream: Stream | None = None
         """The stream that brings it now."""
+        self.watch: Callable[[int, memoryview], None] | None = None
+        """Is given what comes, with its offset."""
 
     def open(self) -> int:
         """Opens the files, reads them again if this coordinator has not written them, and returns what they have."""
@@ -205,6 +207,8 @@ class Upload(Growing):
         self._disk.write_at(sums, memoryview(record), len(self._records) * _RECORD.size)
         self._records[have] = len(fresh), check
         self._assembly.took()
+        if self.watch:
+            self.watch(have, fresh)
         if self.have - self._begun >= BEGIN_BYTES or self.whole:
             self._disk.start_writing(data, self._begun, self.have - self._begun)
             self._begun = self.have

@@ -18,8 +18,8 @@ CHUNKS = 4
 SLACK_S = 0.005
 """Time more than twice the least that is no sign of a queue."""
 LOOKS = 16
-"""Times in a row that the smallest window takes longer before the route is taken to have become longer: it makes next to
-no queue of its own."""
+"""Times in a row that the smallest window takes longer before the route is taken to have become longer: such a window
+makes next to no queue of its own."""
 
 
 class Window:
