@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import island.link
 from coordinator.facts import Standing
 from diloco.fragments import partition
 from diloco.layout import Layout, TensorSpec
 from diloco.v1 import coordinator_pb2 as pb
+from diloco.window import Window
 from island.heart import Heart
 from tests.proxy import Bottleneck
 from tests.support import Serving, configure, draw, serving, visit
@@ -47,3 +49,30 @@ def test_heartbeats_pass_a_line_that_a_push_saturates(at: Serving, tmp_path: Pat
     assert (member.epoch, member.standing) == (epoch, Standing.ACTIVE)
     kinds = [json.loads(row)["kind"] for row in (tmp_path / "state" / "events.jsonl").read_text().splitlines()]
     assert "lost" not in kinds
+
+
+@pytest.mark.parametrize(("receive_bytes", "bound"), [(2**20, 2**20), (64 * 2**20, None)])
+def test_a_window_follows_its_link_within_the_bound_that_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receive_bytes: int, bound: int | None
+) -> None:
+    """A line of 400 Mbit/s and 100 ms carries 5 MB."""
+    under_way = [0]
+
+    class Noted(Window):
+        def sent(self, count: int, now: float) -> None:
+            super().sent(count, now)
+            under_way.append(self._handed - self._have)
+
+    monkeypatch.setattr(island.link, "Window", Noted)
+    config = configure('sync.strategy="whole"', "sync.fragments=1", f"limits.receive_bytes={receive_bytes}")
+    layout = Layout([TensorSpec("w", (8 * 1024, 1024))])
+    [fragment] = partition(layout, config.sync)
+    with (
+        serving(config, tmp_path / "state") as at,
+        closing(Bottleneck(at.address, 50e6, 0.05)) as line,
+        visit(line.address, "a", layout) as a,
+    ):
+        a.join()
+        assert a.push(fragment, draw(fragment, 0), seed=True) == pb.Receipt()
+    assert 2**18 < max(under_way) <= (bound or 32 * 2**20)
+    assert bound or max(under_way) > 4 * 2**20
