@@ -93,11 +93,12 @@ def coordinator(
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--listen {listen!r} is not HOST:PORT, for example 0.0.0.0:29400 or 127.0.0.1:0")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
-    from coordinator import allocator, filesystem
+    from coordinator import filesystem
     from coordinator.tls import server
+    from diloco import allocator
 
     credentials = server(tls)
-    allocator.bound()
+    allocator.keep(heap_bytes=allocator.MESSAGE_BYTES, arenas=allocator.ARENAS)
     import torch
 
     filesystem.check(Path(state), allowed=network_filesystem)

@@ -67,12 +67,19 @@ class Part:
     def check_finite(self) -> None:
         """Raises `DivergedError` where a value is not finite, or so large that the outer step could overflow."""
         for piece, codec, payload in self.split():
-            values = torch.empty(piece.box.numel, dtype=torch.float32)
-            codec.decode(payload, values)
-            if not (values.abs_() <= LARGEST).all():  # NaN compares false
-                raise DivergedError(
-                    f"tensor {piece.tensor} of the contribution has values that are not finite or beyond {LARGEST:g}"
-                )
+            for values, bytes_ in codec.slices(piece.box.numel):
+                check_values(piece, codec, payload[bytes_], values.stop - values.start)
+
+
+def check_values(piece: Piece, codec: Codec, payload: Tensor, numel: int) -> None:
+    """Raises `DivergedError` where one of some values of a piece is not finite, or too large."""
+    decoded = torch.empty(numel, dtype=torch.float32)
+    codec.decode(payload, decoded)
+    low, high = torch.aminmax(decoded)
+    if not -LARGEST <= low <= high <= LARGEST:  # NaN compares false
+        raise DivergedError(
+            f"tensor {piece.tensor} of the contribution has values that are not finite or beyond {LARGEST:g}"
+        )
 
 
 Chart = dict[int, list[tuple[float, Codec, Box, Tensor]]]

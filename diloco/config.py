@@ -309,9 +309,13 @@ class LimitsConfig(Settings):
     islands: Positive = 256
     """Islands that may hold a lease at a time."""
     streams: Positive = 64
-    """Bulk streams served at a time, uploads and downloads together. One holds up to 5 chunks of 1 MiB in memory."""
+    """Bulk streams served at a time, uploads and downloads together."""
     streams_per_island: Positive = 16
     """Bulk streams of one island at a time; at least its ranks, so that each can send."""
+    receive_bytes: Positive = 320 * 2**20
+    """What all senders together may have under way to the coordinator: it may wait in its memory. Each stream gets an
+    equal share, of 256 KiB to 64 MiB, and its sender uses as much of that as its link needs. A stream moves no more
+    than its share per round trip: 64 streams of 5 MiB bring 50 MB/s each where that takes 100 ms, one stream 640."""
     disk_bytes: NonNegative = 0
     """Contributions and updates kept in the state folder; 0 for no limit but the disk."""
     disk_free_bytes: NonNegative = 256 * 2**20

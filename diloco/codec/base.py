@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -44,6 +44,16 @@ class Codec(ABC):
     version: int = 1
     feedback: bool = False
     """Whether what it drops of a contribution is worth keeping for the next one."""
+
+    block: int = 1
+    """Values that are coded together: a payload may be made and read in pieces that begin at multiples of it."""
+
+    def slices(self, numel: int, at_once: int = 2**18) -> Iterator[tuple[slice, slice]]:
+        """Cuts `numel` values and their payload into pieces: (values, bytes) of about `at_once` values each."""
+        step = max(1, at_once // self.block) * self.block
+        for begin in range(0, numel, step):
+            end, start = min(begin + step, numel), self.size(begin)
+            yield slice(begin, end), slice(start, start + self.size(end - begin))
 
     def of(self, spec: TensorSpec) -> Codec:
         """Itself: as a `Choice` it is the codec of every tensor."""

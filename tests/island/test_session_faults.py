@@ -161,9 +161,9 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
     seen: list[str | int] = []
     fetch = Link.fetch
 
-    def noting(self: Link, request: pb.FetchRequest, size: int, *spool: Path | None) -> Any:
+    def noting(self: Link, request: pb.FetchRequest, size: int, *spool: Path | None, **more: Any) -> Any:
         seen.append("anchor" if request.anchor else request.round)
-        return fetch(self, request, size, *spool)
+        return fetch(self, request, size, *spool, **more)
 
     monkeypatch.setattr(Link, "fetch", noting)
     return seen
