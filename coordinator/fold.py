@@ -15,7 +15,8 @@ from diloco.digest import combine, digest
 from diloco.errors import DivergedError
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece
-from diloco.outer import nesterov
+from diloco.merge import Addend
+from diloco.outer import Optimizer, OuterState, step
 
 LARGEST = 1e18
 """Largest magnitude of a value that is taken; momentum adds such values up far below the range of fp32."""
@@ -67,16 +68,10 @@ class Part:
     def check_finite(self) -> None:
         """Raises `DivergedError` where a value is not finite, or so large that the outer step could overflow."""
         for piece, codec, payload in self.split():
-            values = torch.empty(piece.box.numel, dtype=torch.float32)
-            codec.decode(payload, values)
-            if not (values.abs_() <= LARGEST).all():  # NaN compares false
+            if not codec.largest(payload, piece.box.numel) <= LARGEST:  # NaN compares false
                 raise DivergedError(
                     f"tensor {piece.tensor} of the contribution has values that are not finite or beyond {LARGEST:g}"
                 )
-
-
-Chart = dict[int, list[tuple[float, Codec, Box, Tensor]]]
-"""Per tensor of a fragment: share, codec, box and payload of every piece, in the order to add them."""
 
 
 def fold(
@@ -87,62 +82,44 @@ def fold(
     config: OuterConfig,
     down: Choice,
 ) -> tuple[Outer, Tensor]:
-    """Takes one outer step.
+    """Takes one outer step: of each tensor `diloco.outer.step`, with the contributions in the order of `shares`.
 
-    For each tensor: the weighted mean of the contributions in the order of `shares`, the outer step, what earlier
-    updates left over, the update as its codec can say it, and the anchor moved by exactly what that update decodes
-    to, so that coordinator and islands keep the same bits. Buffers take the mean.
+    Buffers take the mean.
 
     Returns:
         The outer state at the next version, and the update's payload (uint8): what to subtract from the anchor.
+
+    Raises:
+        CodecError: a payload is damaged.
     """
-    anchor, momentum, residual = (x.clone() for x in (outer.anchor, outer.momentum, outer.residual))
-    update = torch.empty(sum(down.of(spec).size(spec.numel) for spec in fragment.specs), dtype=torch.uint8)
     pieces = chart(contributions, shares)
-    end = 0
+    for addends in pieces.values():
+        for addend in addends:
+            addend.codec.verify(addend.payload, addend.box.numel)
+    state = OuterState(*(x.clone() for x in (outer.anchor, outer.momentum, outer.residual)))
+    update = torch.empty(sum(down.of(spec).size(spec.numel) for spec in fragment.specs), dtype=torch.uint8)
+    end, found = 0, 0
     for tensor, spec, start in zip(fragment.tensors, fragment.specs, fragment.starts, strict=True):
-        span, codec = slice(start, start + spec.numel), down.of(spec)
-        gradient = weighted_mean(spec.shape, pieces[tensor])
-        lr, mu = (config.lr, config.momentum) if spec.kind == "parameter" else (1.0, 0.0)
-        wanted = nesterov(gradient.view(-1), momentum[span], lr=lr, mu=mu).add_(residual[span])
+        codec = down.of(spec)
         begin, end = end, end + codec.size(spec.numel)
-        codec.encode(wanted, update[begin:end])
-        applied = gradient.view(-1)  # its values are used up
-        codec.decode(update[begin:end], applied)
-        residual[span] = wanted.sub_(applied)
-        anchor[span].sub_(applied)
-    new = Outer(
-        version=outer.version + 1,
-        anchor=anchor,
-        momentum=momentum,
-        residual=residual,
-        digest=digest_of(fragment, anchor),
-    )
-    return new, update
+        part = OuterState(*(x[start : start + spec.numel] for x in state))
+        optimizer = Optimizer(config.lr, config.momentum) if spec.kind == "parameter" else MEAN
+        found = combine(found, step(spec.shape, start, pieces[tensor], part, update[begin:end], codec, optimizer))
+    return Outer(version=outer.version + 1, **state._asdict(), digest=found), update
 
 
-def chart(contributions: Mapping[str, Sequence[Part]], shares: Mapping[str, float]) -> Chart:
+MEAN = Optimizer(lr=1.0, mu=0.0)
+"""Takes the mean for the step."""
+
+
+def chart(contributions: Mapping[str, Sequence[Part]], shares: Mapping[str, float]) -> dict[int, list[Addend]]:
     """Sorts the pieces of all contributions by tensor, keeping the order of `shares` within each."""
-    by_tensor: Chart = defaultdict(list)
+    by_tensor: dict[int, list[Addend]] = defaultdict(list)
     for island, share in shares.items():
         for part in contributions[island]:
             for piece, codec, payload in part.split():
-                by_tensor[piece.tensor].append((share, codec, piece.box, payload))
+                by_tensor[piece.tensor].append(Addend(share, codec, piece.box, payload))
     return by_tensor
-
-
-def weighted_mean(shape: tuple[int, ...], pieces: Sequence[tuple[float, Codec, Box, Tensor]]) -> Tensor:
-    """The mean of one tensor over contributions: sum of share times pseudo-gradient, in the order of `pieces`.
-
-    Returns:
-        fp32 of `shape`.
-    """
-    mean = torch.zeros(shape, dtype=torch.float32)
-    for share, codec, box, payload in pieces:
-        values = torch.empty(box.numel, dtype=torch.float32)
-        codec.decode(payload, values)
-        mean[box.slices].add_(values.view(box.size), alpha=share)
-    return mean
 
 
 def digest_of(fragment: Fragment, anchor: Tensor) -> int:

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coordinator.fold import LARGEST, Outer, Part, chart, digest_of, fold, weighted_mean
+from coordinator.fold import LARGEST, Outer, Part, chart, digest_of, fold
 from diloco.codec import CODECS
 from diloco.config import OuterConfig
 from diloco.errors import DivergedError
 from diloco.fragments import partition
 from diloco.layout import Box, Piece
+from diloco.merge import Addend, Runs, weighted_sum
 from diloco.outer import nesterov
 from tests.support import MODEL, configure, deal, part
 
@@ -192,7 +193,7 @@ def steps(outer: Outer, contributions: Mapping[str, Sequence[Part]], shares: Map
     out = []
     for tensor, spec, start in zip(FRAGMENT.tensors, FRAGMENT.specs, FRAGMENT.starts, strict=True):
         momentum = outer.momentum[start : start + spec.numel].clone()
-        mean = weighted_mean(spec.shape, pieces[tensor]).view(-1)
+        mean = weighted_sum([(a, Runs.of(a.box, spec.shape)) for a in pieces[tensor]], 0, spec.numel)
         lr, mu = (1.0, 0.0) if spec.kind == "buffer" else (OUTER.lr, OUTER.momentum)
         out.append(nesterov(mean, momentum, lr=lr, mu=mu))
     return torch.cat(out)
@@ -231,8 +232,9 @@ def test_the_first_state_has_version_0_and_nothing_left_over() -> None:
 def test_the_mean_adds_each_box_where_it_lies() -> None:
     rows = (FP32, Box((0, 0), (1, 3)), torch.tensor([1.0, 2.0, 3.0]).view(torch.uint8))
     columns = (FP32, Box((0, 1), (2, 2)), torch.tensor([10.0, 20.0, 30.0, 40.0]).view(torch.uint8))
-    mean = weighted_mean((2, 3), [(1.0, *rows), (0.5, *columns)])
-    assert mean.tolist() == [[1.0, 7.0, 13.0], [0.0, 15.0, 20.0]]
+    addends = [(Addend(s, *piece), Runs.of(piece[1], (2, 3))) for s, piece in ((1.0, rows), (0.5, columns))]
+    assert weighted_sum(addends, 0, 6).tolist() == [1.0, 7.0, 13.0, 0.0, 15.0, 20.0]
+    assert weighted_sum(addends, 1, 5).tolist() == [7.0, 13.0, 0.0, 15.0]
 
 
 def test_a_part_splits_into_its_pieces_in_order() -> None:
