@@ -420,6 +420,20 @@ def counted(state: State, fragment: int, round_: int, island: str) -> int | None
     return past.islands.get(island) if past else None
 
 
+def contributed(state: State, fragment: int, island: str) -> tuple[int, list[int]]:
+    """The first round of a fragment that is still known of, and those from there on to which an island's contribution
+    counts: in the open one, in one that was committed, or late in another."""
+    current = state.rounds[fragment]
+    versions = [*(after.version for after in current.past[1:]), current.version][: len(current.past)]
+    found = [
+        past.round
+        for past, after in zip(current.past, versions, strict=True)
+        if island in past.carried or (past.islands.get(island) and after > past.version)
+    ]
+    found += [current.round] if island in current.entries else []
+    return current.past[0].round if current.past else current.round, found
+
+
 def base_version(state: State, fragment: int, round_: int) -> int | None:
     """The version that contributions to a round are taken from; none where that is no longer known."""
     current = state.rounds[fragment]

@@ -15,7 +15,7 @@ from coordinator.facts import Standing
 from coordinator.gate import Gate
 from coordinator.health import Health
 from coordinator.run import Run
-from coordinator.views import run_state
+from coordinator.views import contributed, run_state
 from diloco.errors import LayoutError, Malformed, RunMismatch
 from diloco.framing import CONTROL_LIMIT_BYTES, PROTOCOL, SERVICE
 from diloco.layout import Kind, Layout, TensorSpec
@@ -91,6 +91,7 @@ class Service:
             epoch=epoch,
             config_toml=to_toml(self._run.config),
             state=run_state(self._run, request.island_id),
+            contributed=contributed(self._run, request.island_id),
         )
 
     @answers

@@ -87,6 +87,8 @@ class Past:
     """How long after its first contribution the last one came that has come so far; below 0 where it had none."""
     islands: Mapping[str, int]
     """Whose contribution counted in it, or in a later one, and under which epoch; 0 where it could not be used."""
+    carried: tuple[str, ...] = ()
+    """Those of them whose contribution came late and counts in a later one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +223,12 @@ def _carry(state: State, fact: Carried) -> State:
     current, island = state.rounds[fact.fragment], fact.entry.island
     late = Late(round=fact.round, entry=fact.entry, factor=fact.factor)
     past = tuple(
-        replace(p, islands={**p.islands, island: fact.entry.epoch}, lag_s=max(p.lag_s, fact.lag_s))
+        replace(
+            p,
+            islands={**p.islands, island: fact.entry.epoch},
+            carried=(*p.carried, island),
+            lag_s=max(p.lag_s, fact.lag_s),
+        )
         if p.round == fact.round
         else p
         for p in current.past

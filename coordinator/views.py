@@ -56,6 +56,17 @@ def _fragment(run: Run, fragment: int) -> pb.FragmentState:
     return view
 
 
+def contributed(run: Run, island: str) -> list[pb.Contributed]:
+    """What became of an island's contributions to each fragment that moves."""
+    found = [rounds.contributed(run.state, fragment, island) for fragment in range(len(run.state.rounds))]
+    return [
+        pb.Contributed(
+            fragment=fragment, oldest_round=oldest, open_round=run.state.rounds[fragment].round, rounds=counted
+        )
+        for fragment, (oldest, counted) in enumerate(found)
+    ]
+
+
 def status(run: Run) -> pb.StatusReply:
     """Everything an operator sees."""
     return pb.StatusReply(

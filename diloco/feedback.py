@@ -16,10 +16,16 @@ again; the rest would be lost without a contribution that counts. Where it is no
 the same anchor and the next pseudo-gradient has this one in it: nothing is to be added, and what is carried all the
 same is to be taken off. Where the anchor is taken anew, what was not contributed is given up, as with every codec;
 the residual stays, since nobody has applied it. Where training was not finite, all residuals are forgotten.
+
+All ranks of an island settle alike: a contribution counts where every rank's part does. An island that joins, again or
+started anew, hears from the coordinator in which rounds its contributions count. That settles what was in flight; and
+residuals that are older than the last round which counts are forgotten, since what they hold may have been sent since.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -35,6 +41,42 @@ class Fate(Enum):
     COUNTS = "counts in its round"
     CARRIED = "came late and counts in a later round"
     DROPPED = "dropped"
+
+
+_FIRMEST = (Fate.COUNTS, Fate.CARRIED, Fate.UNKNOWN, Fate.DROPPED)
+
+
+def agreed(fates: Iterable[Fate]) -> Fate:
+    """What becomes of a contribution from what each rank has heard of its part.
+
+    A part counts as far as it knows; the rank whose part came last hears that all came late, or too late.
+    """
+    return max(fates, key=_FIRMEST.index, default=Fate.COUNTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a coordinator knows of an island's contributions to a fragment."""
+
+    oldest: int
+    """The first round that it still knows of."""
+    open: int
+    """The round that is open."""
+    rounds: frozenset[int]
+    """Rounds from there on to which a contribution of the island's counts, in that round or late in another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """All that `Feedback` holds, as it outlives a process. Its tensors never change."""
+
+    round: int
+    """Of the last contribution."""
+    residuals: Mapping[int, Tensor]
+    """By piece: what was kept before it, or after it where it is settled (fp32, flat)."""
+    left: Mapping[int, Tensor]
+    """By piece: what the codec left of it, while it is in flight."""
+    fate: Fate
 
 
 class Ending(Enum):
@@ -79,15 +121,21 @@ class Feedback:
         self._flight: dict[int, tuple[Tensor, Tensor]] = {}
         """Per piece: the pseudo-gradient, and what the codec left of it and the residual."""
         self._fate = Fate.UNKNOWN
+        self._round = -1
+        """Of the last contribution; -1 before the first."""
 
     def residual(self, piece: int, numel: int) -> Tensor:
         """What is kept of a piece, the so-manyth that this rank sends: fp32 [numel]."""
         kept = self._residuals.get(piece)
         return torch.zeros(numel, dtype=torch.float32) if kept is None else kept
 
-    def begin(self) -> None:
-        """Begins a contribution. One before it that was never settled leaves the residual as it was."""
-        self._flight.clear()
+    def begin(self, round_: int) -> None:
+        """Begins a contribution to a round. One before it that was never settled leaves the residual as it was."""
+        self._land()
+        self._round = round_
+
+    def _land(self) -> None:
+        self._flight = {}
         self._fate = Fate.UNKNOWN
 
     def encode(self, piece: int, moved: Tensor, codec: Codec, payload: Tensor) -> None:
@@ -112,9 +160,27 @@ class Feedback:
         for piece, (moved, left) in self._flight.items():
             before = self.residual(piece, moved.numel())
             self._residuals[piece] = settled(before, moved, left, self._fate, ending, alpha)
-        self.begin()
+        self._land()
+
+    def rejoin(self, counted: Counted) -> None:
+        """Settles what is in flight where the anchor is taken anew, by what the coordinator knows of it."""
+        if self._round > counted.open or any(round_ > self._round for round_ in counted.rounds):
+            self.forget()  # of another past of the run, or older than the last contribution
+        if self._flight and self._round >= counted.oldest:
+            self._fate = Fate.COUNTS if self._round in counted.rounds else Fate.DROPPED
+        self.end(Ending.PASSED_OVER, 0.0)
 
     def forget(self) -> None:
         """Drops the residuals and what is in flight."""
-        self._residuals.clear()
-        self.begin()
+        self._residuals = {}
+        self._land()
+
+    def keep(self) -> Kept:
+        """All that is held, for `restore` in another process."""
+        left = {piece: left for piece, (_, left) in self._flight.items()}
+        return Kept(round=self._round, residuals=dict(self._residuals), left=left, fate=self._fate)
+
+    def restore(self, kept: Kept) -> None:
+        """Takes up what an earlier process held. What was in flight is to be settled by `rejoin`."""
+        self._residuals, self._round, self._fate = dict(kept.residuals), kept.round, kept.fate
+        self._flight = {piece: (torch.empty(0), left) for piece, left in kept.left.items()}

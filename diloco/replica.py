@@ -8,7 +8,7 @@ Anchors are fp32 on the CPU (pinned where there is CUDA), so a device holds no m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco.codec import Choice
 from diloco.digest import combine, digest
 from diloco.errors import CodecError, DivergedError, LayoutError
-from diloco.feedback import Ending, Fate, Feedback
+from diloco.feedback import Counted, Ending, Fate, Feedback
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece, TensorSpec
 
@@ -146,7 +146,7 @@ class Replica:
         """Bytes that this rank sends for one contribution."""
         return sum(self.up.of(h.spec).size(h.box.numel) for h in self.owned(fragment))
 
-    def encode(self, fragment: int, staged: Staged) -> Iterator[Tensor]:
+    def encode(self, fragment: int, staged: Staged, round_: int = 0) -> Iterator[Tensor]:
         """Turns staged parameters into the payload of a contribution, piece by piece (uint8).
 
         The pseudo-gradient is anchor minus local, in fp32: a descent direction (DiLoCo, algorithm 1). It is taken in
@@ -160,7 +160,7 @@ class Replica:
             staged.copied.synchronize()
         feedback = self.feedback[fragment] if self.feedback else None
         if feedback:
-            feedback.begin()
+            feedback.begin(round_)
         for number, held in enumerate(self.owned(fragment)):
             copy = staged.copies.pop(0)
             pseudo_gradient = torch.sub(held.anchor, copy, out=copy).view(-1)
@@ -174,6 +174,10 @@ class Replica:
                 codec.encode(pseudo_gradient, payload)
             yield payload
 
+    def fate(self, fragment: int) -> Fate:
+        """What this rank has heard of the contribution in flight; of none at all, that it counts."""
+        return self.feedback[fragment].fate if self.feedback and self.owned(fragment) else Fate.COUNTS
+
     def receipt(self, fragment: int, fate: Fate) -> None:
         """Hears what the coordinator says of the contribution that was encoded last."""
         if self.feedback:
@@ -184,10 +188,15 @@ class Replica:
         if self.feedback:
             self.feedback[fragment].end(ending, self.alpha)
 
-    def give_up(self) -> None:
-        """Settles all that is in flight: anchors and local parameters are taken anew."""
-        for fragment in range(len(self.fragments)):
-            self.end(fragment, Ending.PASSED_OVER)
+    def rejoin(self, counted: Mapping[int, Counted]) -> None:
+        """Settles what is in flight of some fragments, whose anchors and local parameters are taken anew.
+
+        Args:
+            counted: by fragment, what the coordinator knows of the island's contributions.
+        """
+        for fragment, known in counted.items():
+            if self.feedback:
+                self.feedback[fragment].rejoin(known)
 
     def forget(self) -> None:
         """Drops what the codec has dropped: it comes from training that is not finite."""

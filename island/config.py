@@ -28,8 +28,8 @@ class IslandSection(Settings):
     """How long a coordinator that has answered before may be silent. Until then the island trains on, or pauses where
     it may not go further, and tries again; then it gives up."""
     spool_dir: str = ""
-    """Folder in which anchors are kept while they come, so that an island that is started again goes on with the
-    download. Empty: a temporary one, which outlives the ranks and not the daemon."""
+    """Folder in which anchors are kept while they come, and what the up codec dropped, so that an island that is
+    started again goes on with both. Empty: a temporary one, which outlives the ranks and not the daemon."""
     max_bandwidth_mbps: Annotated[float, Field(ge=0)] = 0.0
     """Cap on what this island sends to the coordinator, and on what it receives, in megabits per second; 0 for none.
     Heartbeats are not counted."""

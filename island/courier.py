@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from diloco.codec import CODECS
 from diloco.config import RunConfig
 from diloco.errors import DeadlineExceeded, Dismissed, Expired, Refused, StaleEpoch
 from diloco.failpoints import failpoint
-from diloco.feedback import Ending, Fate
+from diloco.feedback import Fate
 from diloco.framing import piece_to_proto
 from diloco.replica import Held, Replica, Staged
 from diloco.v1 import coordinator_pb2 as pb
@@ -35,6 +35,7 @@ class Courier:
         identity: run, island and epoch, for every request.
         config: the run's settings.
         spool_dir: where anchors are kept while they come, for a process that is started again; none to keep none.
+        encoded: hears, off the training thread, that a fragment's contribution is encoded and about to be sent.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Courier:
         identity: pb.HeartbeatRequest,
         config: RunConfig,
         spool_dir: Path | None = None,
+        encoded: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._link, self._replica, self._config = link, replica, config
-        self._identity, self._spool_dir = identity, spool_dir
+        self._identity, self._spool_dir, self._encoded = identity, spool_dir, encoded
         self.anchors = threading.RLock()
         """Held while anchors are read or moved."""
         self.accepted = 0
@@ -61,7 +63,6 @@ class Courier:
         """The epoch is over: what is in flight moves no anchor any more."""
         with self.anchors:
             self._abandoned = True
-            self._replica.give_up()
 
     def seed(self, fragment: int) -> None:
         """Sends the first parameters of the owned pieces (fp32)."""
@@ -105,7 +106,8 @@ class Courier:
         header.total_bytes = self._replica.contribution_size(fragment)
         with self.anchors:
             self._check()
-            payloads = list(self._replica.encode(fragment, staged))
+            payloads = list(self._replica.encode(fragment, staged, round_))
+        self._encoded(fragment)
         failpoint("push-encoded")
         first = fragment not in self._pushed  # an earlier process may have sent some of the same bytes
         self._pushed.add(fragment)
@@ -165,11 +167,9 @@ class Courier:
                 )
         with self.anchors:
             self._check()
-            committed = header.outcome == "committed"
-            if committed:
+            if header.outcome == "committed":
                 self._replica.decode(owned, payload)
                 failpoint("anchor-moved")
-            self._replica.end(fragment, Ending.COMMITTED if committed else Ending.NOT_COMMITTED)
             self._replica.taken[fragment] = round_ + 1
         return header
 
@@ -199,7 +199,6 @@ class Courier:
         with self.anchors:
             self._check()
             self._replica.load(owned, payload, codec)
-            self._replica.end(fragment, Ending.PASSED_OVER)
             self._replica.taken[fragment] = header.round
         if spool:
             remove(spool)
@@ -209,7 +208,7 @@ class Courier:
         """Where the anchors of these pieces are kept while they come."""
         if self._spool_dir is None:
             return None
-        pieces = xxhash.xxh3_64_hexdigest(b"".join(piece.SerializeToString() for piece in request.pieces))
+        pieces = of_pieces(self._replica.owned(request.fragment))
         return self._spool_dir / f"{request.run_id}_{request.island_id}_f{request.fragment}_{pieces}"
 
     def _check(self) -> None:
@@ -236,6 +235,11 @@ class Courier:
             fragment=fragment,
             pieces=[piece_to_proto(h.piece) for h in held],
         )
+
+
+def of_pieces(held: Sequence[Held]) -> str:
+    """What tells files of some pieces from those of others."""
+    return xxhash.xxh3_64_hexdigest(b"".join(piece_to_proto(h.piece).SerializeToString() for h in held))
 
 
 def _fate(receipt: pb.Receipt) -> Fate:

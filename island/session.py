@@ -33,15 +33,9 @@ from torch import nn
 from diloco.codec.policy import down_choice, up_choice
 from diloco.config import RunConfig, load_run
 from diloco.digest import show
-from diloco.errors import (
-    DilocoError,
-    DivergedError,
-    Expired,
-    Malformed,
-    RunMismatch,
-    StaleEpoch,
-)
+from diloco.errors import DilocoError, DivergedError, Expired, Malformed, RunMismatch, StaleEpoch
 from diloco.failpoints import failpoint
+from diloco.feedback import Ending
 from diloco.fragments import partition
 from diloco.layout import Layout
 from diloco.replica import Position, Replica
@@ -54,6 +48,7 @@ from island.heart import Heart
 from island.joining import hold, inventory, join_request
 from island.lease import POLL_S, Lease, Limits
 from island.link import Link
+from island.settling import Settling
 
 log = logging.getLogger("diloco.island")
 T = TypeVar("T")
@@ -97,8 +92,7 @@ def join(
         reconnect_timeout_s: how long a coordinator that has answered before may be silent.
         max_bandwidth_mbps: cap on the island's bulk traffic, each way, in megabits per second; 0 for none. Every rank
             gets an equal share of it.
-        spool_dir: folder in which anchors are kept while they come, so that an island that is started again goes on
-            with the download; empty keeps none.
+        spool_dir: folder of downloads and of what the up codec dropped, for an island that is started again; or "".
 
     Raises:
         RunMismatch: another run, or another model than the run's.
@@ -169,6 +163,7 @@ class Session:
         self.leaving = ""
         """Why the island is to leave at this step edge; empty while it is to train."""
         self._pool = ThreadPoolExecutor(max_workers=1)
+        self._closing = contextlib.ExitStack()
         self._flights: dict[Key, Future[pb.FetchHeader]] = {}
         self._overdue: dict[Key, int] = {}
         self._rejoins_in_a_row = self._rollbacks_in_a_row = self._accepted = 0
@@ -189,6 +184,9 @@ class Session:
                 alpha=self.config.sync.alpha,
                 feedback_decay=self.config.wire.feedback_decay,
             )
+            whose, moving = f"{reply.run_id}_{island_id}", len(self.schedule.offsets)
+            self._settling = Settling(self.replica, group, spool_dir, whose, moving)
+            self._closing.callback(self._settling.close)
             self._begin(reply)
             link.persist(limits.reconnect_s)
             try:
@@ -222,11 +220,14 @@ class Session:
     def _begin(self, reply: pb.JoinReply) -> None:
         """Begins an epoch: nothing of the one before it is in flight any more."""
         self.run_id, self.epoch = reply.run_id, reply.epoch
+        self._settling.rejoin(reply.contributed)
         sync = self.config.sync
         self._pool.shutdown(wait=False, cancel_futures=True)
         flights = 2 + sync.overlap_steps * sync.fragments // sync.every_steps
         self._pool = ThreadPoolExecutor(max_workers=flights, thread_name_prefix="courier")
-        self.courier = Courier(self._link, self.replica, self._lease.identity(reply), self.config, self._spool_dir)
+        self.courier = Courier(
+            self._link, self.replica, self._lease.identity(reply), self.config, self._spool_dir, self._settling.keep
+        )
         self.anchors = Anchors(self.replica, self._group, self.courier, self._together)
 
     def _take_up(self) -> None:
@@ -452,7 +453,7 @@ class Session:
         self.rollbacks += 1
         self.anchors.reset()
         with self.courier.anchors:
-            self.replica.forget()
+            self._settling.forget()
         if self.optimizer:
             self.optimizer.state.clear()
             self.optimizer.zero_grad()
@@ -505,6 +506,7 @@ class Session:
             header = self._result(flight)
         except Expired as error:
             self._say("fragment %d: %s; doing so", fragment, error.message)
+            self._settling.settle(fragment, Ending.PASSED_OVER)
             self.anchors.replace(fragment)
             self.replica.mix(fragment, alpha=0.0)
             self._adopted[fragment] = (self.tokens, self.at_step)
@@ -512,7 +514,9 @@ class Session:
         if late:
             self._say("fragment %d round %d is applied %d steps after its sync", fragment, round_, late)
         self._rejoins_in_a_row = 0
-        if header.outcome == "committed":
+        ending = Ending.COMMITTED if header.outcome == "committed" else Ending.NOT_COMMITTED
+        self._settling.settle(fragment, ending)
+        if ending is Ending.COMMITTED:
             self.anchors.confirm(fragment, Stand(header.version, round_ + 1, header.digest))
             self.replica.mix(fragment)
             failpoint("mixed")
@@ -570,6 +574,7 @@ class Session:
     def _shut(self, reason: str) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._lease.leave(reason)
+        self._closing.close()
         self._link.close()
 
 

@@ -14,7 +14,7 @@ I9  once nothing disturbs it any more, the run ends
 I10 the updates of a fragment's last rounds stay to be fetched, across crashes
 I11 a request is answered within a bound, and what has come of a push need not come again
 I12 nobody hears of what is not durable
-I13 what a codec drops of a contribution is settled by a receipt, and by nothing else
+I13 all ranks settle what a codec drops of a contribution alike: as counting where it counts, and only there
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ class Checker:
         self._position = [(0, 0)] * len(Schedule.of(config).offsets)
         self._since: dict[int, float] = {}
         self._acked: dict[Key, set[int]] = defaultdict(set)
+        self._books: dict[Key, bool] = {}
+        """Contributions that islands have settled, and whether as counting."""
         self._seen: dict[tuple[str, int, int], int] = {}
         self._history: list[tuple[str, dict[str, Any]]] = []
         """All rows in the order they became durable: the ledger itself is compacted."""
@@ -264,8 +266,20 @@ class Checker:
 
     def settled(self, key: Key, rank: int, fate: Fate) -> None:
         """A rank takes what the codec dropped of a contribution for all that is left of it, or does not."""
-        if fate in (Fate.COUNTS, Fate.CARRIED) and rank not in self._acked[key]:
+        counts = fate in (Fate.COUNTS, Fate.CARRIED)
+        if counts and rank not in self._acked[key]:
             self.violate("I13", f"rank {rank} settles its part of {key}, of which it has no receipt")
+        if counts and not self._taken(key):
+            self.violate("I13", f"rank {rank} settles its part of {key} as counting, and it does not")
+        if self._books.setdefault(key, counts) != counts:
+            self.violate("I13", f"the ranks of {key.island} do not settle {key} alike")
+
+    def _taken(self, key: Key) -> dict[tuple[int, int], str]:
+        """The rounds in which a contribution counts, and its name there."""
+        on_time, late = self._entries[key.fragment, key.round].get(key.island), f"{key.island}@{key.round}"
+        found = {(key.fragment, key.round): key.island} if on_time and on_time.epoch == key.epoch else {}
+        rows = {at: names[late] for at, names in self._carried.items() if at[0] == key.fragment and late in names}
+        return found | {at: late for at, row in rows.items() if row["entry"]["epoch"] == key.epoch}
 
     def mismatched(self, island: str, fragment: int, version: int) -> None:
         """What an island has fetched, every chunk with its checksum, is not what the coordinator named."""
@@ -358,6 +372,9 @@ class Checker:
         for key, ranks in self._acked.items():
             if len(ranks) == self.senders[key.island][key.fragment] and not self._settled(key):
                 self.violate("I1", f"{key} was acknowledged and is neither folded nor recorded as dropped")
+        for key, counts in self._books.items():
+            if not counts and any(name in (self._ends.get(at) or {}) for at, name in self._taken(key).items()):
+                self.violate("I13", f"{key} is settled as not counting, and was folded")
         oldest, late = self.disk.snapshots[0].rounds, self.config.rounds.late_rounds
         for name in sorted(coordinator.disk.files):
             if name.startswith("f") and not coordinator.inbox.holds(coordinator.disk.file(name).path):

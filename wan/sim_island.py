@@ -24,7 +24,7 @@ from diloco.errors import (
     StaleEpoch,
     Unreachable,
 )
-from diloco.feedback import Ending, Fate
+from diloco.feedback import Ending, Fate, agreed
 from diloco.fragments import Fragment
 from diloco.layout import Box, Layout, Piece
 from diloco.replica import Held, Position, Replica
@@ -175,8 +175,6 @@ class SimIsland(Owner):
             if self._rejoins_in_a_row > REJOINS:
                 raise error
             self.rejoins += 1
-            for fragment, rank in list(self._sending):
-                self._settle(fragment, rank, Ending.PASSED_OVER)
             self._flights.clear()
             self._overdue.clear()
             try:
@@ -191,6 +189,13 @@ class SimIsland(Owner):
         reply = yield from self.link.call(Request(method="join", island=self.shape.id, layout=self.layout))
         self.epoch, self.ready, self.directive, self.fatal = reply.epoch, False, "", None
         self._silent_since = None
+        for rank, replica in enumerate(self.replicas):
+            for fragment, counted in enumerate(reply.contributed):
+                sending = self._sending.pop((fragment, rank), None)
+                if sending and replica.feedback and sending[1] >= counted.oldest:
+                    fate = Fate.COUNTS if sending[1] in counted.rounds else Fate.DROPPED
+                    self.outside.settled(self.shape.id, sending[0], fragment, sending[1], rank, fate)
+            replica.rejoin(dict(enumerate(reply.contributed)))
         self.world.spawn(self._beats(self._sessions), self)
 
     def _leave(self, reason: str) -> Work[None]:
@@ -295,7 +300,6 @@ class SimIsland(Owner):
             reply, payload = yield from self.link.fetch(self._request("anchor", fragment, rank), size)
             self._guard(session)
             replica.load(owned, payload, CODECS["fp32"])
-            self._settle(fragment, rank, Ending.PASSED_OVER)
             replica.taken[fragment] = reply.round
             found.append(reply)
         newest = max(found, key=lambda reply: reply.round)
@@ -415,7 +419,7 @@ class SimIsland(Owner):
                 tokens=self.tokens - self._adopted[fragment][0],
                 steps=self.at_step - self._adopted[fragment][1],
             )
-            payload = self._payload(fragment, rank, poison)
+            payload = self._payload(fragment, rank, round_, poison)
             self._sending[fragment, rank] = self.epoch, round_
             receipt = yield from self.link.push(request, payload)
             self._guard(session)
@@ -429,16 +433,23 @@ class SimIsland(Owner):
             return Fate.DROPPED
         return Fate.CARRIED if receipt.late else Fate.COUNTS
 
-    def _settle(self, fragment: int, rank: int, ending: Ending) -> None:
-        """Settles what the codec dropped of a rank's contribution in flight, if there is one."""
-        replica, sending = self.replicas[rank], self._sending.pop((fragment, rank), None)
-        if replica.feedback and sending:
-            self.outside.settled(self.shape.id, sending[0], fragment, sending[1], rank, replica.feedback[fragment].fate)
-        replica.end(fragment, ending)
+    def fates(self, fragment: int) -> list[Fate]:
+        """What each rank takes for what becomes of a contribution: what all have heard together."""
+        return [agreed(replica.fate(fragment) for replica in self.replicas)] * len(self.replicas)
 
-    def _payload(self, fragment: int, rank: int, poison: str) -> Tensor:
+    def _settle(self, fragment: int, ending: Ending) -> None:
+        """Settles what the codec dropped of all ranks' parts of a contribution, if there is one."""
+        for rank, (replica, fate) in enumerate(zip(self.replicas, self.fates(fragment), strict=True)):
+            sending = self._sending.pop((fragment, rank), None)
+            if replica.feedback and sending:
+                self.outside.settled(self.shape.id, sending[0], fragment, sending[1], rank, fate)
+            replica.receipt(fragment, fate)
+            replica.end(fragment, ending)
+
+    def _payload(self, fragment: int, rank: int, round_: int, poison: str) -> Tensor:
         replica = self.replicas[rank]
-        payload = torch.cat([*replica.encode(fragment, replica.stage(fragment)), torch.empty(0, dtype=torch.uint8)])
+        payloads = replica.encode(fragment, replica.stage(fragment), round_)
+        payload = torch.cat([*payloads, torch.empty(0, dtype=torch.uint8)])
         if poison == "sent" and payload.numel() and self.config.wire.up in ("fp32", "bf16"):
             payload.view(torch.float32 if self.config.wire.up == "fp32" else torch.bfloat16)[0] = torch.nan
         return payload
@@ -459,10 +470,8 @@ class SimIsland(Owner):
             waited += 0.0 if self.directive == "pause" else WAIT_S
             if waited > bound:
                 raise Unreachable(f"round {round_} of fragment {fragment} has not ended in time")
-        committed = reply.outcome == "committed"
-        if committed:
+        if reply.outcome == "committed":
             replica.decode(owned, payload)
-        self._settle(fragment, rank, Ending.COMMITTED if committed else Ending.NOT_COMMITTED)
         replica.taken[fragment] = round_ + 1
         return reply
 
@@ -506,6 +515,7 @@ class SimIsland(Owner):
         flights = self._flights.pop(key)
         self.late += self._overdue.pop(key, self.at_step) < self.at_step
         if any(isinstance(flight.error, Expired) for flight in flights):
+            self._settle(fragment, Ending.PASSED_OVER)
             yield from self._confirm(fragment, (yield from self._whole(fragment)))
             for replica in self.replicas:
                 replica.mix(fragment, alpha=0.0)
@@ -515,6 +525,7 @@ class SimIsland(Owner):
         if len({(r.outcome, r.version, r.digest) for r in replies}) > 1:
             raise DilocoError(f"ranks heard different outcomes of round {round_} of fragment {fragment}")
         self._rejoins_in_a_row = 0
+        self._settle(fragment, Ending.COMMITTED if replies[0].outcome == "committed" else Ending.NOT_COMMITTED)
         if replies[0].outcome == "committed":
             yield from self._confirm(fragment, (replies[0].version, round_ + 1, replies[0].digest))
             for replica in self.replicas:

@@ -251,6 +251,14 @@ class SettleUnheard(SimIsland):
         return Fate.COUNTS
 
 
+class SettleAlone(SimIsland):
+    """Every rank settles by what it has heard of its own part."""
+
+    def fates(self, fragment: int) -> list[Fate]:
+        """Does not ask the others."""
+        return [replica.fate(fragment) for replica in self.replicas]
+
+
 PLANTS: dict[str, Plant] = {
     "ack-before-fsync": Plant(coordinator=AckBeforeFsync),
     "forget-epoch": Plant(coordinator=ForgetEpoch),
@@ -267,5 +275,6 @@ PLANTS: dict[str, Plant] = {
     "silent-newcomer": Plant(island=SilentNewcomer),
     "keep-training-from-unknown-anchor": Plant(island=UnknownAnchor),
     "settle-without-receipt": Plant(island=SettleUnheard),
+    "settle-alone": Plant(island=SettleAlone),
 }
 """By the name that `--plant` takes."""

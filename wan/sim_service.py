@@ -21,6 +21,7 @@ from coordinator.results import Taken
 from coordinator.upload import RETRY_S, Key, Slot
 from diloco.codec import CODECS, Choice
 from diloco.errors import DilocoError, Expired, Malformed, Overload, StaleEpoch
+from diloco.feedback import Counted
 from diloco.fragments import partition
 from diloco.framing import chunks
 from wan.sim_coordinator import SimCoordinator
@@ -81,7 +82,13 @@ class SimService(SimCoordinator):
 
     def _join(self, request: Request) -> Work[Reply]:
         yield from drive(self.in_turn(lambda: self._enter(request)))
-        return replace(self._status(request.island), epoch=self.state.members[request.island].epoch)
+        state, island = self.state, request.island
+        known = [(rounds.contributed(state, f, island), current.round) for f, current in enumerate(state.rounds)]
+        return replace(
+            self._status(island),
+            epoch=state.members[island].epoch,
+            contributed=tuple(Counted(oldest, open_, frozenset(counted)) for (oldest, counted), open_ in known),
+        )
 
     async def _enter(self, request: Request) -> None:
         layout = request.layout

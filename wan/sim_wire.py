@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from diloco.errors import DeadlineExceeded, DilocoError
+from diloco.feedback import Counted
 from diloco.layout import Layout, Piece
 from wan.sim_world import Gate, Work
 
@@ -53,6 +54,8 @@ class Reply:
     positions: tuple[tuple[int, int, int], ...] = ()
     """(version, rounds ended, digest) of each fragment; empty before the first parameters."""
     seeder: str = ""
+    contributed: tuple[Counted, ...] = ()
+    """What became of the island's contributions to each fragment that moves."""
     directive: str = ""
     dropped: str = ""
     late: str = ""

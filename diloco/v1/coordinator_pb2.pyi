@@ -160,6 +160,7 @@ class JoinReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     CONFIG_TOML_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    CONTRIBUTED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run's name."""
     epoch: _builtins.int
@@ -168,6 +169,10 @@ class JoinReply(_message.Message):
     """The run's settings as canonical TOML."""
     @_builtins.property
     def state(self) -> Global___RunState: ...
+    @_builtins.property
+    def contributed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Contributed]:
+        """What became of the island's contributions under earlier epochs, of each fragment."""
+
     def __init__(
         self,
         *,
@@ -175,14 +180,49 @@ class JoinReply(_message.Message):
         epoch: _builtins.int = ...,
         config_toml: _builtins.str = ...,
         state: Global___RunState | None = ...,
+        contributed: _abc.Iterable[Global___Contributed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "epoch", b"epoch", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "contributed", b"contributed", "epoch", b"epoch", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinReply: _TypeAlias = JoinReply  # noqa: Y015
+
+@_typing.final
+class Contributed(_message.Message):
+    """Of one fragment: the rounds to which an island's contribution counts, in that round or late in another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAGMENT_FIELD_NUMBER: _builtins.int
+    OLDEST_ROUND_FIELD_NUMBER: _builtins.int
+    OPEN_ROUND_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    fragment: _builtins.int
+    oldest_round: _builtins.int
+    """The first round that is still known of, and the open one."""
+    open_round: _builtins.int
+    @_builtins.property
+    def rounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rounds from there on. None whose round was skipped or aborted."""
+
+    def __init__(
+        self,
+        *,
+        fragment: _builtins.int = ...,
+        oldest_round: _builtins.int = ...,
+        open_round: _builtins.int = ...,
+        rounds: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fragment", b"fragment", "oldest_round", b"oldest_round", "open_round", b"open_round", "rounds", b"rounds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Contributed: _TypeAlias = Contributed  # noqa: Y015
 
 @_typing.final
 class HeartbeatRequest(_message.Message):

@@ -98,3 +98,35 @@ def test_a_late_contribution_names_the_version_its_round_had(tmp_path: Path, sta
     fragment = at.run.fragments[0]
     with pytest.raises(Malformed, match="based on version 1 of fragment 0, and round 0 continues from version 0"):
         b.push(fragment, draw(fragment, 2), base_version=1)
+
+
+def test_an_island_that_joins_hears_which_of_its_contributions_count(tmp_path: Path, stack: ExitStack) -> None:
+    at = Rig(CONFIG, tmp_path, stack)
+    a, b = missed(at)
+    fragment = at.run.fragments[0]
+
+    def heard(visitor: Visitor) -> tuple[int, int, list[int]]:
+        known = visitor.join().contributed[fragment.index]
+        return known.oldest_round, known.open_round, list(known.rounds)
+
+    assert heard(b) == (0, 1, [])
+    b.beat(ready=True)
+    assert b.push(fragment, draw(fragment, 2), tokens=100).late
+    a.push(fragment, draw(fragment, 3), round=1, base_version=1, tokens=100)
+    assert heard(a) == (0, 1, [0, 1])
+    assert heard(b) == (0, 2, [0])  # a has begun a new epoch, so nobody is waited for
+
+
+def test_a_contribution_to_a_round_that_was_skipped_does_not_count(tmp_path: Path, stack: ExitStack) -> None:
+    at = Rig(
+        configure("rounds.start_islands=2", "rounds.quorum=2", "rounds.deadline_s=50.0", "rounds.lease_s=1000.0"),
+        tmp_path,
+        stack,
+    )
+    a, _ = at.started("a", "b")
+    fragment = at.run.fragments[0]
+    a.push(fragment, draw(fragment, 1), tokens=100)
+    at.tick(51.0)
+    assert a.fetch(fragment)[0].outcome == "skipped"
+    known = a.join().contributed[0]
+    assert (known.oldest_round, known.open_round, list(known.rounds)) == (0, 1, [])

@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.codec import CODECS, Codec
 from diloco.codec.topk import TopK
 from diloco.errors import DivergedError
-from diloco.feedback import Ending, Fate, Feedback, settled
+from diloco.feedback import Counted, Ending, Fate, Feedback, Kept, agreed, settled
 from tests.diloco.test_replica import anchors, coded, model, replica
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)
@@ -72,7 +72,7 @@ class Books:
         gradient = self.anchor - self.local
         self.moved += gradient - self.again
         payload = torch.empty(self.codec.size(NUMEL), dtype=torch.uint8)
-        self.feedback.begin()
+        self.feedback.begin(0)
         self.feedback.encode(0, gradient, self.codec, payload)
         self.feedback.receipt(fate)
         counts = fate in (Fate.COUNTS, Fate.CARRIED)
@@ -137,7 +137,7 @@ def test_what_is_kept_decays() -> None:
     feedback, codec = Feedback(0.5), TopK("one", 0, keep=1, value_bits=32, chunk=4)
     payload = torch.empty(codec.size(4), dtype=torch.uint8)
     for moved, sent in (([1.0, 4.0, 2.0, 3.0], [0.0, 4, 0, 0]), ([0.0, 0.0, 0.0, 0.0], [0.0, 0, 0, 1.5])):
-        feedback.begin()
+        feedback.begin(0)
         feedback.encode(0, torch.tensor(moved), codec, payload)
         assert codec.unpack(payload, (4,)).tolist() == sent
         feedback.receipt(Fate.COUNTS)
@@ -151,7 +151,7 @@ def test_a_contribution_that_was_never_settled_leaves_the_residual() -> None:
     before = books.feedback.residual(0, NUMEL).clone()
     books.feedback.encode(0, torch.ones(NUMEL), books.codec, torch.empty(books.codec.size(NUMEL), dtype=torch.uint8))
     books.feedback.receipt(Fate.COUNTS)
-    books.feedback.begin()
+    books.feedback.begin(0)
     books.feedback.end(Ending.COMMITTED, 0.0)
     assert torch.equal(books.feedback.residual(0, NUMEL), before)
 
@@ -165,7 +165,7 @@ def test_codecs_that_drop_little_keep_nothing() -> None:
         assert mine.feedback is None
         mine.receipt(0, Fate.COUNTS)
         mine.end(0, Ending.COMMITTED)
-        mine.give_up()
+        mine.rejoin({0: Counted(0, 1, frozenset())})
         mine.forget()
 
 
@@ -190,15 +190,15 @@ def test_what_a_replica_drops_goes_out_with_the_next_contribution() -> None:
     assert mine.feedback[1].residual(0, 4).tolist() == [0.0] * 4
 
 
-def test_giving_up_keeps_and_forgetting_drops() -> None:
+def test_joining_again_keeps_and_forgetting_drops() -> None:
     values = model()
     mine = replica(values, up="topk")
     assert mine.feedback is not None
     values["embed"].sub_(torch.linspace(1, 2, 15).view(5, 3))
     for fate, kept in ((Fate.UNKNOWN, 0), (Fate.COUNTS, 14)):
-        list(mine.encode(0, mine.stage(0)))
+        list(mine.encode(0, mine.stage(0), 3))
         mine.receipt(0, fate)
-        mine.give_up()
+        mine.rejoin({0: Counted(4, 20, frozenset())})  # so long ago that only this rank knows
         assert mine.feedback[0].residual(0, 15).count_nonzero() == kept
     mine.forget()
     assert mine.feedback[0].residual(0, 15).count_nonzero() == 0
@@ -223,3 +223,60 @@ def test_a_damaged_update_moves_no_anchor() -> None:
     with pytest.raises(Exception, match="int8: the payload is damaged"):
         mine.decode(mine.held(0), update)
     assert all(torch.equal(a, b) for a, b in zip(before, anchors(mine), strict=True))
+
+
+# -- joining again, and what a process finds ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heard", "counted", "kept"),
+    [
+        (Fate.UNKNOWN, Counted(0, 7, frozenset({7})), 4.0),  # the receipt was lost
+        (Fate.COUNTS, Counted(0, 7, frozenset({2})), 1.0),  # another rank's part never came
+        (Fate.COUNTS, Counted(0, 9, frozenset({7})), 4.0),
+        (Fate.DROPPED, Counted(5, 9, frozenset({7})), 4.0),  # it came late, and counts after all
+        (Fate.UNKNOWN, Counted(8, 30, frozenset()), 1.0),  # nobody knows any more
+        (Fate.COUNTS, Counted(8, 30, frozenset()), 4.0),
+        (Fate.COUNTS, Counted(0, 9, frozenset({7, 8})), 0.0),  # a later contribution has been sent meanwhile
+        (Fate.COUNTS, Counted(0, 6, frozenset()), 0.0),  # of another past of the run
+    ],
+)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_the_coordinator_knows_settles_what_was_in_flight(
+    heard: Fate, counted: Counted, kept: float, restarted: bool
+) -> None:
+    feedback = Feedback(1.0)
+    feedback.restore(Kept(round=7, residuals={0: EARLIER}, left={0: LEFT}, fate=heard))
+    if restarted:
+        fresh = Feedback(1.0)
+        fresh.restore(feedback.keep())
+        feedback = fresh
+    feedback.rejoin(counted)
+    assert feedback.residual(0, 1).item() == kept
+    assert feedback.keep() == Kept(
+        round=7, residuals={0: feedback.residual(0, 1)} if kept else {}, left={}, fate=Fate.UNKNOWN
+    )
+
+
+def test_what_is_settled_is_kept_unless_it_is_old() -> None:
+    for counted, kept in ((Counted(0, 9, frozenset({3, 7})), 1.0), (Counted(0, 9, frozenset({8})), 0.0)):
+        feedback = Feedback(1.0)
+        feedback.restore(Kept(round=7, residuals={0: EARLIER}, left={}, fate=Fate.UNKNOWN))
+        feedback.rejoin(counted)
+        assert feedback.residual(0, 1).item() == kept
+
+
+@pytest.mark.parametrize(
+    ("fates", "together"),
+    [
+        ([], Fate.COUNTS),
+        ([Fate.COUNTS, Fate.COUNTS], Fate.COUNTS),
+        ([Fate.COUNTS, Fate.CARRIED], Fate.CARRIED),
+        ([Fate.COUNTS, Fate.DROPPED, Fate.CARRIED], Fate.DROPPED),
+        ([Fate.UNKNOWN, Fate.COUNTS], Fate.UNKNOWN),
+        ([Fate.DROPPED, Fate.UNKNOWN], Fate.DROPPED),
+    ],
+)
+def test_ranks_settle_alike(fates: list[Fate], together: Fate) -> None:
+    assert agreed(fates) is together
+    assert agreed(reversed(fates)) is together
