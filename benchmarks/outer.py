@@ -5,7 +5,8 @@ python -m benchmarks.outer [--json FILE] [--elements N] [--threads N] [--contrib
 The step decodes M contributions and adds them with their shares, takes the Nesterov step, adds the residual, encodes
 the update, decodes it, keeps what was dropped, moves the anchor, and gives its digest. It must read the contributions,
 the anchor, the momentum and the residual, and write the last three and the update. The limit is what the machine moves
-when it copies warm fp32 values, bytes read and bytes written.
+when it copies warm fp32 values, bytes read and bytes written. Memory is warm, and contributions were checked as they
+came, as in a coordinator that has run for a while.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ def measure(
     sent, shares = {}, {}
     for i in range(contributions):
         payload = coding.pack(values_like_updates(elements))
-        sent[f"island-{i}"] = [Part(pieces=[Piece(0, box)], codecs=[coding], payload=payload)]
+        sent[f"island-{i}"] = [Part(pieces=[Piece(0, box)], codecs=[coding], payload=payload, checked=True)]
         shares[f"island-{i}"] = 2 * (i + 1) / (contributions * (contributions + 1))
     outer, config = Outer.first(fragment, torch.randn(elements)), OuterConfig()
+    room = torch.zeros(decoding.size(elements), dtype=torch.uint8)
     source, warm = torch.randn(elements), torch.empty(elements)
     copy, whole, alone = seconds(
         lambda: warm.copy_(source),
-        lambda: fold(fragment, outer, sent, shares, config, decoding),
+        lambda: fold(fragment, outer, sent, shares, config, decoding, room),
         lambda: digest(outer.anchor, 0, (elements,), box),
     )
     traffic = contributions * coding.size(elements) + 6 * 4 * elements + decoding.size(elements)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ LARGEST = 1e18
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outer:
-    """The outer state of a fragment at one version. Its tensors never change: a fold makes new ones.
+    """The outer state of a fragment at one version.
 
-    All are fp32 [fragment.numel], in the fragment's flat order.
+    Its tensors are fp32 [fragment.numel], in the fragment's flat order. A fold moves them on to the next version in
+    place: of an earlier one only version and digest are still true.
     """
 
     version: int
@@ -48,6 +49,10 @@ class Outer:
             digest=digest_of(fragment, anchor),
         )
 
+    def copy(self) -> Outer:
+        """The same state in tensors of its own."""
+        return replace(self, anchor=self.anchor.clone(), momentum=self.momentum.clone(), residual=self.residual.clone())
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
@@ -56,6 +61,8 @@ class Part:
     pieces: Sequence[Piece]
     codecs: Sequence[Codec]
     payload: Tensor
+    checked: bool = False
+    """Whether `check_finite` has found it good in this process."""
 
     def split(self) -> Iterator[tuple[Piece, Codec, Tensor]]:
         """Yields each piece with its codec and its own bytes."""
@@ -64,6 +71,11 @@ class Part:
             size = codec.size(piece.box.numel)
             yield piece, codec, self.payload[start : start + size]
             start += size
+
+    def verify(self) -> None:
+        """Raises `CodecError` unless the payload decodes."""
+        for piece, codec, payload in self.split():
+            codec.verify(payload, piece.box.numel)
 
     def check_finite(self) -> None:
         """Raises `DivergedError` where a value is not finite, or so large that the outer step could overflow."""
@@ -81,31 +93,45 @@ def fold(
     shares: Mapping[str, float],
     config: OuterConfig,
     down: Choice,
+    room: Tensor | None = None,
 ) -> tuple[Outer, Tensor]:
-    """Takes one outer step: of each tensor `diloco.outer.step`, with the contributions in the order of `shares`.
+    """Takes one outer step in place: of each tensor `diloco.outer.step`, with contributions in the order of `shares`.
 
-    Buffers take the mean.
+    Buffers take the mean. Beside the update it takes a few blocks of memory.
+
+    Args:
+        fragment: of the outer state.
+        outer: what to move.
+        contributions: parts by island.
+        shares: of the islands that count, in the order to add them.
+        config: the outer optimizer.
+        down: codecs of the update.
+        room: where to put the update, if it fits: uint8. Memory that is new costs page faults.
 
     Returns:
-        The outer state at the next version, and the update's payload (uint8): what to subtract from the anchor.
+        The outer state at the next version, in the tensors of `outer`; and the update's payload (uint8): what to
+        subtract from the anchor.
 
     Raises:
-        CodecError: a payload is damaged.
+        CodecError: a payload is damaged. Nothing has changed, unless that happened after it was checked: then the
+            outer state is lost, and is to be taken from a snapshot.
     """
+    for island in shares:
+        for part in contributions[island]:
+            if not part.checked:
+                part.verify()
     pieces = chart(contributions, shares)
-    for addends in pieces.values():
-        for addend in addends:
-            addend.codec.verify(addend.payload, addend.box.numel)
-    state = OuterState(*(x.clone() for x in (outer.anchor, outer.momentum, outer.residual)))
-    update = torch.empty(sum(down.of(spec).size(spec.numel) for spec in fragment.specs), dtype=torch.uint8)
+    state = OuterState(outer.anchor, outer.momentum, outer.residual)
+    size = sum(down.of(spec).size(spec.numel) for spec in fragment.specs)
+    update = torch.empty(size, dtype=torch.uint8) if room is None or room.numel() < size else room[:size]
     end, found = 0, 0
     for tensor, spec, start in zip(fragment.tensors, fragment.specs, fragment.starts, strict=True):
         codec = down.of(spec)
         begin, end = end, end + codec.size(spec.numel)
-        part = OuterState(*(x[start : start + spec.numel] for x in state))
+        here = OuterState(*(x[start : start + spec.numel] for x in state))
         optimizer = Optimizer(config.lr, config.momentum) if spec.kind == "parameter" else MEAN
-        found = combine(found, step(spec.shape, start, pieces[tensor], part, update[begin:end], codec, optimizer))
-    return Outer(version=outer.version + 1, **state._asdict(), digest=found), update
+        found = combine(found, step(spec.shape, start, pieces[tensor], here, update[begin:end], codec, optimizer))
+    return replace(outer, version=outer.version + 1, digest=found), update
 
 
 MEAN = Optimizer(lr=1.0, mu=0.0)

@@ -124,3 +124,16 @@ def weighted_sum(addends: Iterable[tuple[Addend, Runs]], first: int, end: int) -
             places = runs.positions(begin, behind).sub_(first)
             total[places] = total[places].add_(values, alpha=addend.share)
     return total
+
+
+def place(codec: Codec, payload: Tensor, box: Box, shape: Sequence[int], out: Tensor) -> None:
+    """Writes what a box's payload decodes to into its tensor (fp32 [numel], flat), block by block.
+
+    Raises `CodecError` for a payload that does not decode.
+    """
+    if not box.numel:
+        return
+    runs = Runs.of(box, shape)
+    for begin in range(0, box.numel, codec.at_once):
+        end = min(begin + codec.at_once, box.numel)
+        out[runs.positions(begin, end)] = codec.window(payload, box.numel, begin, end)
