@@ -14,7 +14,6 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from coordinator.anchors import Pinned
 from coordinator.answers import Context, answers, to_bytes
 from coordinator.flow import Flow
 from coordinator.fold import Part
@@ -228,7 +227,8 @@ class Bulk:
 
         def keep() -> Stored:
             path = upload.publish(run.store.inbox_path(name))
-            return Stored(pieces=pieces, codecs=codecs, path=path, digest=digest, files=run.store.files)
+            files = run.store.files
+            return Stored(pieces=pieces, codecs=codecs, path=path, digest=digest, files=files, checked=True)
 
         return _receipt(await run.intake.contribute(place, keep, header.tokens, header.steps))
 
@@ -298,7 +298,8 @@ class Bulk:
         run.lease(request.run_id, request.island_id, request.epoch)
         first_byte = request.first_byte
         if request.anchor:
-            pin = self._pinned(request)
+            with readable():
+                pin = await run.anchor(fragment, request.version if request.first_byte else None)
             if pin.version != request.version:
                 first_byte = 0
             header = pb.FetchHeader(outcome="anchor", version=pin.version, round=pin.ended)
@@ -313,10 +314,8 @@ class Bulk:
             header = self._outcome_header(outcome)
             if outcome.update is None:
                 return header, iter(())
-            try:
+            with readable():
                 payload = run.store.files.map(outcome.update)
-            except OSError as error:
-                raise DilocoError(f"the coordinator cannot read this: {error}") from error
             choice, digest = run.down, outcome.digest
         pieces = self._pieces(request.pieces, fragment)
         header.codec_id, header.codec_version = choice.id, choice.version
@@ -327,14 +326,6 @@ class Bulk:
         header.first_byte = first_byte
         return header, select(run.fragments[fragment], payload, pieces, choice)
 
-    def _pinned(self, request: pb.FetchRequest) -> Pinned:
-        """The anchor that a request means: at its version while that is kept, else as it stands."""
-        run, fragment = self._run, request.fragment
-        outer = run.anchor(fragment)
-        ended = run.ended[fragment]
-        current = Pinned(version=outer.version, ended=ended, digest=outer.digest, anchor=outer.anchor)
-        return run.anchors.ask(fragment, current, request.version if request.first_byte else None)
-
     def _outcome_header(self, outcome: Outcome) -> pb.FetchHeader:
         return pb.FetchHeader(
             outcome=outcome.ended,
@@ -342,6 +333,15 @@ class Bulk:
             version=outcome.version,
             digest=outcome.digest & (2**64 - 1),
         )
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """Raises `DilocoError` where the disk fails what is to be sent."""
+    try:
+        yield
+    except OSError as error:
+        raise DilocoError(f"the coordinator cannot read this: {error}") from error
 
 
 async def _lively(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

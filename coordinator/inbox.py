@@ -18,6 +18,7 @@ from diloco.codec import Choice, Codec
 from diloco.errors import Conflict, Malformed
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece
+from diloco.merge import place
 
 log = logging.getLogger("diloco.coordinator")
 
@@ -68,6 +69,8 @@ class Stored:
     path: Path
     digest: str
     files: Files = field(default=REAL, compare=False, repr=False)
+    checked: bool = field(default=False, compare=False, repr=False)
+    """Whether its values have been looked at in this process."""
 
     @cached_property
     def size_bytes(self) -> int:
@@ -76,7 +79,8 @@ class Stored:
 
     def part(self) -> Part:
         """The part with its payload as a memory map."""
-        return Part(pieces=self.pieces, codecs=self.codecs, payload=self.files.map(self.path))
+        payload = self.files.map(self.path)
+        return Part(pieces=self.pieces, codecs=self.codecs, payload=payload, checked=self.checked)
 
     def discard(self) -> None:
         """Removes the file. One that the disk keeps nothing speaks of any more; the next start removes it."""
@@ -247,10 +251,7 @@ class SeedBed:
         for piece, codec, payload in part.split():
             where = chart.place[piece.tensor]
             spec, start = chart.specs[where], chart.starts[where]
-            values = torch.empty(piece.box.numel, dtype=torch.float32)
-            codec.decode(payload, values)
-            tensor = self._anchors[fragment][start : start + spec.numel].view(spec.shape)
-            tensor[piece.box.slices] = values.view(piece.box.size)
+            place(codec, payload, piece.box, spec.shape, self._anchors[fragment][start : start + spec.numel])
         self._digests[fragment, rank] = digest
         return False
 

@@ -22,7 +22,7 @@ from coordinator import rounds
 from coordinator.cli import listen_on
 from coordinator.facts import Accepted, Entry, Fact, Phase, Planted
 from coordinator.files import Files
-from coordinator.fold import Part
+from coordinator.fold import Outer, Part, fold
 from coordinator.gate import Gate
 from coordinator.health import Health
 from coordinator.rounds import Beat, Contributed, Event, Joined, Leaving, Seeded, Spoiled, Tick
@@ -439,3 +439,8 @@ class Rig:
     def inbox(self) -> list[str]:
         """Names of the files of contributions."""
         return sorted(path.name for path in (self.run.store.root / "inbox").iterdir())
+
+
+def folded(fragment: Fragment, outer: Outer, *arguments: Any) -> tuple[Outer, Tensor]:
+    """What `fold` gives, with `outer` left as it is."""
+    return fold(fragment, outer.copy(), *arguments)

@@ -122,6 +122,24 @@ class ApplyTwice(SimService):
         return fold(chart, outer, parts, decision.shares, self.config.outer, self.down)
 
 
+class FoldAgain(SimService):
+    """Folds again where the disk fails the update, and so moves the tensors twice: here, in every third round."""
+
+    def compute(self, decision: Committed) -> tuple[Outer, Tensor]:
+        """Folds twice."""
+        moved = super().compute(decision)
+        return super().compute(decision) if decision.round % 3 == 1 else moved
+
+
+class ReadWhileMoving(SimService):
+    """Reads the tensors of a fragment whether or not a fold has moved them that nobody has heard of."""
+
+    def still(self, fragment: int) -> Work[tuple[Outer, int]]:
+        """Waits for nobody."""
+        yield from self.point("a fragment is read")
+        return self.outers[fragment].copy(), self.ended[fragment]
+
+
 class FoldUnsyncedDecision(SimService):
     """Acts on facts before the ledger has them."""
 
@@ -269,6 +287,8 @@ PLANTS: dict[str, Plant] = {
     "forget-epoch": Plant(coordinator=ForgetEpoch),
     "stale-divisor": Plant(coordinator=StaleDivisor),
     "apply-twice": Plant(coordinator=ApplyTwice),
+    "fold-again": Plant(coordinator=FoldAgain),
+    "read-while-moving": Plant(coordinator=ReadWhileMoving),
     "fold-unsynced-decision": Plant(coordinator=FoldUnsyncedDecision),
     "hang-up": Plant(coordinator=HangUp),
     "forget-outcomes": Plant(coordinator=ForgetOutcomes),

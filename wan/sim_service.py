@@ -275,15 +275,18 @@ class SimService(SimCoordinator):
 
     def _anchor(self, request: Request) -> Work[Reply]:
         self.lease(request)
-        pin, first_byte = self.pinned(request)
+        pin, first_byte = yield from self.pinned(request)
         reply = Reply(outcome="anchor", version=pin.version, round=pin.ended, digest=pin.digest)
         return (yield from self.sent(request, reply, pin.anchor.view(torch.uint8), CODECS["fp32"], first_byte))
 
-    def pinned(self, request: Request) -> tuple[Pinned, int]:
+    def pinned(self, request: Request) -> Work[tuple[Pinned, int]]:
         """The anchor that a request means, and the byte from which it is sent."""
-        fragment, outer = request.fragment, self.outers[request.fragment]
-        current = Pinned(version=outer.version, ended=self.ended[fragment], digest=outer.digest, anchor=outer.anchor)
-        pin = self.anchors.ask(fragment, current, request.version if request.first_byte else None)
+        fragment, asked = request.fragment, request.version if request.first_byte else None
+        pin = self.anchors.find(fragment, asked, self.outers[fragment].version)
+        if pin is None:
+            outer, ended = yield from self.still(fragment)
+            pin = Pinned(version=outer.version, ended=ended, digest=outer.digest, anchor=outer.anchor)
+            self.anchors.keep(fragment, pin)
         return pin, request.first_byte if pin.version == request.version else 0
 
     def sent(self, request: Request, reply: Reply, payload: Tensor, choice: Choice, first: int) -> Work[Reply]:

@@ -18,7 +18,7 @@ from coordinator.store import Store
 from diloco.config import RunConfig
 from diloco.errors import ConfigError, EnvironmentFault, InputError, StaleEpoch
 from tests.coordinator.test_recovery import ended
-from tests.coordinator.test_snapshots import same, snapshot
+from tests.coordinator.test_snapshots import same, save, snapshot
 from tests.processes import wait_until
 from tests.support import Rig, configure, draw
 
@@ -39,7 +39,7 @@ def with_url(url: str, *overrides: str) -> RunConfig:
 
 def saved(store: Store, versions: tuple[int, int], config: RunConfig) -> tuple[Snapshot, Path]:
     taken = snapshot(versions, config)
-    return taken, store.save(taken, keep=2)[0]
+    return taken, save(store, taken, keep=2)[0]
 
 
 def there(url: str, run: str = "test") -> set[str]:
