@@ -71,6 +71,13 @@ class Trial:
         assert coordinator.running, coordinator.output
         return coordinator
 
+    def doom(self, index: int, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Starts a coordinator again that is killed at a step."""
+        self.coordinators[index].kill()
+        with monkeypatch.context() as patch:
+            patch.setenv(failpoints.VARIABLE, step)
+            self.coordinators[index] = self.start(index)
+
     def state(self, index: int) -> Path:
         return self._folder / f"state-{index}"
 
@@ -129,16 +136,42 @@ def test_one_that_is_killed_goes_on_where_it_was_and_the_other_has_gone_on_meanw
 ) -> None:
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         trial = Trial(tmp_path / "run", stack, 2)
-        trial.coordinators[1].kill()
-        monkeypatch.setenv(failpoints.VARIABLE, step)
-        trial.coordinators[1] = trial.start(1)
-        monkeypatch.delenv(failpoints.VARIABLE)
+        trial.doom(1, step, monkeypatch)
         islands = trial.islands(pool)
         assert trial.coordinators[1].wait(BOUND_S) == -signal.SIGKILL
         before = [done for done in trial.commits(1) if done[0] == 3]
         assert before == [], "killed in the middle"
         wait_until(lambda: (0, 0) in trial.commits(0), "the other's next round ends")
         trial.coordinators[1] = trial.start(1)
+        assert last(islands.result(BOUND_S)) == expected
+        trial.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "join-recorded:2",
+        "plant-saved:1",
+        "push-chunk:8",
+        "push-named:3",
+        "round-decided:2",
+        "round-recorded:1",
+        "fold-written:2",
+        "snapshot-manifest:2",
+        "fetch-chunk:2",
+    ],
+)
+def test_either_that_is_killed_at_any_step_ends_with_the_same_bits(
+    step: str, index: int, tmp_path: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        trial = Trial(tmp_path / "run", stack, 2)
+        trial.doom(index, step, monkeypatch)
+        islands = trial.islands(pool)
+        assert trial.coordinators[index].wait(BOUND_S) == -signal.SIGKILL
+        trial.coordinators[index] = trial.start(index)
         assert last(islands.result(BOUND_S)) == expected
         trial.end()
 
