@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-all lint format bench simulate soak proto clean
 
-$(STAMP): pyproject.toml constraints.txt setup.py diloco/codec/_kernels.c diloco/codec/_subsets.h
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard diloco/codec/*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; name it with PYTHON=python3.x" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

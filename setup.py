@@ -1,4 +1,4 @@
-"""The compiled codec kernels. Where they cannot be built, the eager definitions do the same, slower."""
+"""The compiled kernels. Where they cannot be built, the eager definitions do the same, slower."""
 
 from setuptools import Extension, setup
 
@@ -8,10 +8,10 @@ setup(
     ext_modules=[
         Extension(
             "diloco.codec._kernels",
-            ["diloco/codec/_kernels.c"],
-            depends=["diloco/codec/_subsets.h"],
+            ["diloco/codec/_kernels.c", "diloco/codec/_outer.c"],
+            depends=["diloco/codec/_kernels.h", "diloco/codec/_subsets.h"],
             extra_compile_args=FLAGS,
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", "-lm"],
             optional=True,
         )
     ]

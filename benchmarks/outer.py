@@ -1,50 +1,75 @@
-"""The outer step and the digest, beside what the machine's memory lets through."""
+"""The outer step beside copying the memory that it must move, in turns.
+
+python -m benchmarks.outer [--json FILE] [--elements N] [--threads N] [--contributions M] [--up CODEC] [--down CODEC]
+
+The step decodes M contributions and adds them with their shares, takes the Nesterov step, adds the residual, encodes
+the update, decodes it, keeps what was dropped, moves the anchor, and gives its digest. It must read the contributions,
+the anchor, the momentum and the residual, and write the last three and the update. The limit is what the machine moves
+when it copies warm fp32 values, bytes read and bytes written. Memory is warm, and contributions were checked as they
+came, as in a coordinator that has run for a while.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from benchmarks.record import Record, seconds
+from benchmarks.codec import values_like_updates
+from benchmarks.record import Record, report, seconds
 from coordinator.fold import Outer, Part, fold
-from diloco.codec import CODECS
+from diloco.codec import by_name
 from diloco.config import OuterConfig
 from diloco.digest import digest
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece, TensorSpec
 
-CONTRIBUTIONS = 4
+CONTRIBUTIONS = 8
 
 
-def measure(elements: int) -> Iterator[Record]:
-    """Yields what a digest and an outer step over `elements` fp32 values bring."""
-    values, warm = torch.randn(elements), torch.empty(elements)
-    gigabytes, box = elements * 4 / 1e9, Box.whole((elements,))
-    copy, read, summed = seconds(
-        lambda: warm.copy_(values), lambda: values.sum(), lambda: digest(values, 0, (elements,), box)
-    )
-    yield Record(name="digest", value=gigabytes / summed, unit="GB/s of fp32", limit=gigabytes / read)
-    yield outer_step(values, gigabytes / copy)
-
-
-def outer_step(values: torch.Tensor, copy: float) -> Record:
-    """Folds 4 bf16 contributions; the limit is the time that the necessary memory traffic takes at copy speed.
-
-    Read: contributions, anchor, momentum, residual. Written: anchor, momentum, residual, update.
-    """
-    elements, bf16 = values.numel(), CODECS["bf16"]
+def measure(
+    elements: int, contributions: int = CONTRIBUTIONS, up: str = "int8", down: str = "int8"
+) -> Iterator[Record]:
+    """Yields what an outer step of `elements` values takes, and what digests alone take."""
     fragment = Fragment(0, (0,), (TensorSpec("w", (elements,)),))
-    payload = bf16.pack(values)
-    part = Part(pieces=[Piece(0, Box.whole((elements,)))], codecs=[bf16], payload=payload)
-    islands = {f"island-{i}": [part] for i in range(CONTRIBUTIONS)}
-    share = dict.fromkeys(islands, 1 / CONTRIBUTIONS)
-    outer, config = Outer.first(fragment, values.clone()), OuterConfig()
-    [duration] = seconds(lambda: fold(fragment, outer, islands, share, config, bf16))
-    traffic = elements * (2 * CONTRIBUTIONS + 4 * 3 + 4 * 3 + 2)
-    return Record(
-        name=f"outer step of {CONTRIBUTIONS} bf16 contributions, digest included",
-        value=traffic / 1e9 / duration,
-        unit="GB/s of traffic",
-        limit=2 * copy,
+    box, coding, decoding = Box.whole((elements,)), by_name(up), by_name(down)
+    sent, shares = {}, {}
+    for i in range(contributions):
+        payload = coding.pack(values_like_updates(elements))
+        sent[f"island-{i}"] = [Part(pieces=[Piece(0, box)], codecs=[coding], payload=payload, checked=True)]
+        shares[f"island-{i}"] = 2 * (i + 1) / (contributions * (contributions + 1))
+    outer, config = Outer.first(fragment, torch.randn(elements)), OuterConfig()
+    room = torch.zeros(decoding.size(elements), dtype=torch.uint8)
+    source, warm = torch.randn(elements), torch.empty(elements)
+    copy, whole, alone = seconds(
+        lambda: warm.copy_(source),
+        lambda: fold(fragment, outer, sent, shares, config, decoding, room),
+        lambda: digest(outer.anchor, 0, (elements,), box),
     )
+    traffic = contributions * coding.size(elements) + 6 * 4 * elements + decoding.size(elements)
+    for name, moved, duration in (
+        (f"outer step of {contributions} {up} contributions, update in {down}", traffic, whole),
+        ("digest of an anchor", 4 * elements, alone),
+    ):
+        yield Record(name=name, value=moved / duration / 1e9, unit="GB/s", limit=8 * elements / copy / 1e9, codec=up)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the records here")
+    parser.add_argument("--elements", type=int, default=64 * 2**20, help="fp32 values (64 Mi by default)")
+    parser.add_argument("--threads", type=int, help="threads to compute with")
+    parser.add_argument("--contributions", type=int, default=CONTRIBUTIONS, help=f"{CONTRIBUTIONS} by default")
+    parser.add_argument("--up", default="int8", help="codec of contributions")
+    parser.add_argument("--down", default="int8", help="codec of the update")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    report([*measure(arguments.elements, arguments.contributions, arguments.up, arguments.down)], arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,138 +1,223 @@
-"""Push and fetch of one rank through a real coordinator process, beside a bare gRPC stream of the same bytes."""
+"""Bulk streams through a real coordinator process, beside a bare gRPC stream of the same bytes, in turns.
+
+    python -m benchmarks.transport [--json FILE] [--state DIR] [--mebibytes N] [--tls CA CERT KEY]
+
+A push ends with its receipt, so its bytes are on the disk of `--state` (a temporary folder otherwise); with a folder
+in memory, as /dev/shm, what is left is the transport. Each figure is held against a bare stream between two processes
+as any program is, and against one whose processes keep freed memory as this system's do.
+"""
 
 from __future__ import annotations
 
+import argparse
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent import futures
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 
-from diloco.replica import Position
-from island.session import Session, join
+from benchmarks.bare import Bare, Tls
+from benchmarks.record import Record, report
+from diloco.codec import CODECS
+from diloco.framing import PROTOCOL, piece_to_proto
+from diloco.layout import Box, Layout, Piece, TensorSpec
+from diloco.v1 import coordinator_pb2 as pb
+from island.link import Link
 
-CHUNK = 2**20
-START_S = 60.0
+ISLANDS, TURNS = 8, 6
+"""The first turn warms up."""
+SHARE = 2
+"""With all islands together each sends one over so much of what one alone does."""
+WIDTH = 1024
+START_S, WAIT_S = 60.0, 300.0
+CODEC = CODECS["fp32"]
 RUN = """
 [run]
 id = "bench"
 steps = 8
 [sync]
-every_steps = 1
+strategy = "strided"
+fragments = 2
+every_steps = 2
+[rounds]
+lease_s = 600.0
 [snapshot]
 every_rounds = 1000000
 """
 
 
-def measure(elements: int) -> list[dict[str, Any]]:
-    """Records for pushing a contribution and fetching an update of `elements` fp32 values."""
-    size = elements * 4
-    with tempfile.TemporaryDirectory() as folder:
-        bare = subprocess.Popen([sys.executable, "-m", "benchmarks.transport", folder, str(size)])
-        run = Path(folder) / "run.toml"
-        run.write_text(RUN)
-        command = ["coordinator", str(run), "--state", f"{folder}/state", "--listen", "127.0.0.1:0"]
-        host = subprocess.Popen([sys.executable, "-m", "diloco", *command], stderr=subprocess.DEVNULL)
-        try:
-            up, down = _bare(_read(Path(folder) / "bare", bare), size)
-            pushed, fetched = _ours(_read(Path(folder) / "state" / "address", host), elements)
-        finally:
-            for process in (bare, host):
-                process.terminate()
-                process.wait(timeout=30)
-    gigabytes = size / 1e9
-    return [
-        {
-            "name": "contribution: subtract, encode fp32, send, made durable",
-            "value": gigabytes / pushed,
-            "limit": gigabytes / up,
-            "unit": "GB/s",
-        },
-        {
-            "name": "anchors: fetched and loaded",
-            "value": gigabytes / fetched,
-            "limit": gigabytes / down,
-            "unit": "GB/s",
-        },
-    ]
+class Client:
+    """An island that speaks the protocol. Each turn another of its ranks sends, so that no round is ever whole."""
+
+    def __init__(self, address: str, name: str, layout: Layout, options: dict[str, Any]) -> None:
+        self._link = Link(address, patience_s=WAIT_S, say=lambda _: None, **options)
+        self._layout = layout
+        tensors = [pb.TensorSpec(name=s.name, shape=s.shape, kind=s.kind) for s in layout.tensors]
+        reply = self._link.join(
+            pb.JoinRequest(
+                protocol_min=PROTOCOL,
+                protocol_max=PROTOCOL,
+                island_id=name,
+                ranks=len(layout.tensors),
+                tensors=tensors,
+                layout_digest=layout.digest,
+            )
+        )
+        self._key: dict[str, Any] = {"run_id": reply.run_id, "island_id": name, "epoch": reply.epoch}
+
+    def ready(self) -> None:
+        self._link.heartbeat(pb.HeartbeatRequest(**self._key, ready=True))
+
+    def push(self, tensors: Sequence[int], payload: torch.Tensor, **fields: Any) -> None:
+        header = pb.PushHeader(
+            **self._key,
+            rank=tensors[0],
+            fragment=tensors[0] % 2,
+            codec_id=CODEC.id,
+            codec_version=CODEC.version,
+            pieces=self._pieces(tensors),
+            total_bytes=payload.numel(),
+            tokens=1,
+            steps=1,
+            **fields,
+        )
+        self._link.push(header, lambda: [payload], 2**20)
+
+    def fetch(self, tensor: int) -> None:
+        request = pb.FetchRequest(**self._key, fragment=tensor % 2, anchor=True, pieces=self._pieces([tensor]))
+        _, payload = self._link.fetch(request, CODEC.size(self._layout.tensors[tensor].numel))
+        self._link.buffers.give(payload)
+
+    def _pieces(self, tensors: Sequence[int]) -> list[pb.Piece]:
+        return [piece_to_proto(Piece(t, Box.whole(self._layout.tensors[t].shape))) for t in tensors]
+
+    def close(self) -> None:
+        self._link.close()
 
 
-def _read(path: Path, process: subprocess.Popen[bytes]) -> str:
-    deadline = time.monotonic() + START_S
-    while not path.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"a benchmark's server did not start: {process.args}")
-        time.sleep(0.05)
-    return path.read_text()
+@contextmanager
+def coordinator(folder: Path, arguments: Sequence[str]) -> Iterator[str]:
+    """A coordinator process, until the end of the block: its address."""
+    run, address = folder / "run.toml", folder / "state" / "address"
+    run.write_text(RUN)
+    command = ["coordinator", str(run), "--state", f"{folder}/state", "--listen", "127.0.0.1:0", *arguments]
+    process = subprocess.Popen([sys.executable, "-m", "diloco", *command], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + START_S
+        while not address.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the coordinator did not start: {process.args}")
+            time.sleep(0.05)
+        yield address.read_text()
+    finally:
+        process.kill()  # what it would still write is of no use
+        process.wait(timeout=60)
 
 
-def _ours(address: str, elements: int) -> tuple[float, float]:
-    """Best seconds of a push and of a fetch, through a session of one fp32 tensor."""
-    model = torch.nn.Linear(elements // 1024, 1024, bias=False)
-    with join(model, address, island_id="bench") as site:
-        return min(_push(site, r) for r in range(3)), min(_fetch(site) for _ in range(3))
+def measure(
+    mebibytes: int = 64,
+    *,
+    state: Path | None = None,
+    tls: Tls | None = None,
+    arguments: Sequence[str] = (),
+    options: dict[str, Any] | None = None,
+) -> Iterator[Record]:
+    """Yields what push and fetch bring, alone and with 8 islands together.
+
+    Args:
+        mebibytes: payload of one stream.
+        state: where the coordinator's state folder is made.
+        tls: with which the bare streams are encrypted; the coordinator's come with `arguments` and `options`.
+        arguments: more of them for the coordinator's command line.
+        options: more of them for `Link`.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-transport-", dir=state)))
+        bares = [stack.enter_context(Bare(tls, keep=keep)) for keep in (False, True)]
+        address = stack.enter_context(coordinator(folder, arguments))
+        if tls:
+            address = f"localhost:{address.rpartition(':')[2]}"
+        sizes = mebibytes * 2**18, mebibytes * 2**18 // SHARE
+        specs = [TensorSpec(f"layers.{i}.w", (sizes[i % 2] // WIDTH, WIDTH)) for i in range(2 * TURNS)]
+        layout = Layout(
+            [*specs, TensorSpec(f"layers.{2 * TURNS}.w", (1,)), TensorSpec(f"layers.{2 * TURNS + 1}.w", (1,))]
+        )
+        islands = []
+        for number in range(ISLANDS):
+            islands.append(Client(address, f"island-{number}", layout, options or {}))
+            stack.callback(islands[-1].close)
+        payload = torch.randn(sizes[0], generator=torch.Generator().manual_seed(0)).mul_(1e-3).view(torch.uint8)
+        _seed(islands, layout, payload)
+        pool = stack.enter_context(ThreadPoolExecutor(ISLANDS))
+        bytes_, part = mebibytes * 2**20, mebibytes * 2**20 // SHARE
+
+        def together(work: Callable[[Client], None]) -> Callable[[], None]:
+            return lambda: [None for _ in pool.map(work, islands)].clear()
+
+        columns: dict[str, list[float]] = {}
+        for turn in range(TURNS):
+            one, each = 2 * turn, 2 * turn + 1
+            for name, count, work in (
+                ("push", bytes_, lambda t=one: islands[0].push([t], payload)),
+                ("push of 8", ISLANDS * part, together(lambda i, t=each: i.push([t], payload[:part]))),
+                ("fetch", bytes_, lambda t=one: islands[0].fetch(t)),
+                ("fetch of 8", ISLANDS * part, together(lambda i, t=each: i.fetch(t))),
+            ):
+                columns.setdefault(name, []).append(count / 1e9 / _seconds(work))
+            for bare, keeps in zip(bares, ("bare", "bare, memory kept"), strict=True):
+                for way, stream in (("push", bare.up), ("fetch", bare.down)):
+                    columns.setdefault(f"{way}: {keeps}", []).append(bytes_ / 1e9 / stream(mebibytes))
+                    together_s = stream(mebibytes // SHARE, ISLANDS)
+                    columns.setdefault(f"{way} of 8: {keeps}", []).append(ISLANDS * part / 1e9 / together_s)
+    found = {name: statistics.median(column[1:]) for name, column in columns.items()}
+    secure = ", TLS" if tls else ""
+    for way in ("push", "fetch"):
+        for keeps, words in (("bare", "a bare stream"), ("bare, memory kept", "a bare stream that keeps freed memory")):
+            yield _record(f"{way}{secure}, beside {words}", found[way], found[f"{way}: {keeps}"])
+        yield _record(f"{way}{secure}, 8 islands together, beside one", found[f"{way} of 8"], found[way])
+        yield _record(
+            f"{way}{secure}, 8 islands together, beside 8 bare streams",
+            found[f"{way} of 8"],
+            found[f"{way} of 8: bare"],
+        )
 
 
-def _push(site: Session, round_: int) -> float:
-    """Contributes once, then waits for the round to end, so that the next may follow."""
-    staged, version = site.replica.stage(0), site.replica.position[0].version
+def _record(name: str, value: float, limit: float) -> Record:
+    return Record(name=name, value=value, unit="GB/s", limit=limit)
+
+
+def _seconds(work: Callable[[], object]) -> float:
     begin = time.perf_counter()
-    site.courier.contribute(0, round_, version, staged, tokens=1, steps=1)
-    duration = time.perf_counter() - begin
-    outcome = site.courier.fetch_update(0, round_)
-    site.replica.position[0] = Position(outcome.version, round_ + 1)
-    return duration
-
-
-def _fetch(site: Session) -> float:
-    begin = time.perf_counter()
-    site.courier.fetch_anchor(0)
+    work()
     return time.perf_counter() - begin
 
 
-def _bare(address: str, size: int) -> tuple[float, float]:
-    """Best seconds of streaming `size` raw bytes up and down in 1 MiB messages."""
-    block = bytes(CHUNK)
-    with grpc.insecure_channel(address) as channel:
-        up = channel.stream_unary("/bench/Up", None, None)
-        down = channel.unary_stream("/bench/Down", None, None)
-
-        def timed(work: Any) -> float:
-            begin = time.perf_counter()
-            work()
-            return time.perf_counter() - begin
-
-        ups = [timed(lambda: up(block for _ in range(size // CHUNK))) for _ in range(3)]
-        downs = [timed(lambda: sum(len(m) for m in down(b""))) for _ in range(3)]
-    return min(ups), min(downs)
+def _seed(islands: Sequence[Client], layout: Layout, payload: torch.Tensor) -> None:
+    """Gives the run its first parameters, and starts it."""
+    for tensor, spec in enumerate(layout.tensors):
+        islands[0].push([tensor], payload[: 4 * spec.numel], seed=True)
+    for island in islands:
+        island.ready()
 
 
-def serve_bare(folder: Path, size: int) -> None:
-    """A gRPC server that takes and gives raw bytes, until it is terminated."""
-    block = bytes(CHUNK)
-
-    def up(messages: Iterator[bytes], _: Any) -> bytes:
-        return str(sum(len(message) for message in messages)).encode()
-
-    def down(_: bytes, __: Any) -> Iterator[bytes]:
-        for _ in range(size // CHUNK):
-            yield block
-
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
-    handlers = {"Up": grpc.stream_unary_rpc_method_handler(up), "Down": grpc.unary_stream_rpc_method_handler(down)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    (folder / "bare.partial").write_text(f"127.0.0.1:{port}")
-    (folder / "bare.partial").rename(folder / "bare")
-    server.wait_for_termination()
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the records here")
+    parser.add_argument("--state", type=Path, help="folder for the coordinator's state")
+    parser.add_argument("--mebibytes", type=int, default=64, help="payload of one stream (64 by default)")
+    parser.add_argument("--tls", nargs=3, type=Path, metavar=("CA", "CERT", "KEY"), help="encrypt the bare streams")
+    arguments = parser.parse_args()
+    tls = Tls(**dict(zip(("ca", "cert", "key"), arguments.tls, strict=True))) if arguments.tls else None
+    report([*measure(arguments.mebibytes, state=arguments.state, tls=tls)], arguments.json)
 
 
 if __name__ == "__main__":
-    serve_bare(Path(sys.argv[1]), int(sys.argv[2]))
+    main()

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from diloco.config import LimitsConfig
 from diloco.errors import Overload
 
+LEAST_WINDOW_BYTES, LARGEST_WINDOW_BYTES = 2**18, 64 * 2**20
+"""Of one stream."""
+
 
 class Admission:
     """The budgets of one run."""
@@ -25,6 +28,12 @@ class Admission:
     def streams(self) -> int:
         """Bulk streams under way."""
         return self._streams.total()
+
+    @property
+    def window_bytes(self) -> int:
+        """What each sender may have under way: an equal share of what all of them may, within bounds."""
+        share = self._limits.receive_bytes // max(1, self.streams)
+        return max(LEAST_WINDOW_BYTES, min(share, LARGEST_WINDOW_BYTES))
 
     def lease(self, island: str, holders: Collection[str]) -> None:
         """Raises `Overload` where `holders` of a lease are as many as may be, and `island` is not one of them."""

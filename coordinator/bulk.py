@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -13,28 +14,38 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from coordinator.anchors import Pinned
 from coordinator.answers import Context, answers, to_bytes
+from coordinator.flow import Flow
 from coordinator.fold import Part
 from coordinator.inbox import Stored, codecs_of, part_size, select
 from coordinator.intake import Place
 from coordinator.results import Outcome, Taken
 from coordinator.run import Run
-from coordinator.upload import RETRY_S, Key, Slot, Stream, Upload
+from coordinator.scan import Scan
+from coordinator.upload import RETRY_S, Slot, Stream, Upload
 from coordinator.words import waiting_for
 from diloco.codec import CODECS, Choice, Codec
-from diloco.errors import CodecError, DeadlineExceeded, DilocoError, Expired, Malformed, Overload, StaleEpoch
+from diloco.errors import (
+    CodecError,
+    Conflict,
+    DeadlineExceeded,
+    DilocoError,
+    Expired,
+    Malformed,
+    Overload,
+    StaleEpoch,
+)
 from diloco.failpoints import failpoint
-from diloco.framing import chunks, pieces_from_proto
+from diloco.framing import chunks, pieces_from_proto, read_end
 from diloco.layout import Piece
 from diloco.v1 import coordinator_pb2 as pb
 
+log = logging.getLogger("diloco.coordinator")
 MAX_WAIT_S = 60.0
 IDLE_S = 120.0
 """A stream that moves no byte for so long is ended: its line is dead."""
 PROGRESS_S = 1.0
 """How often a stream that brings bytes says so, and looks whether they still count."""
-_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 class _Push(NamedTuple):
@@ -45,11 +56,10 @@ class _Push(NamedTuple):
     codecs: tuple[Codec, ...]
 
     @property
-    def key(self) -> Key:
+    def slot(self) -> Slot:
         header = self.header
         round_ = 0 if header.seed else header.round
-        slot = Slot(header.fragment, round_, header.island_id, header.rank, header.seed)
-        return Key(slot, header.digest)
+        return Slot(header.fragment, round_, header.island_id, header.rank, header.seed)
 
     @property
     def place(self) -> Place:
@@ -67,7 +77,7 @@ class Bulk:
     def methods(self) -> dict[str, Any]:
         """gRPC method handlers by name."""
         return {
-            "Push": grpc.stream_unary_rpc_method_handler(self.push, response_serializer=to_bytes),
+            "Push": grpc.stream_stream_rpc_method_handler(self.push, response_serializer=to_bytes),
             "Fetch": grpc.unary_stream_rpc_method_handler(self.fetch, request_deserializer=pb.FetchRequest.FromString),
             "Resume": grpc.unary_unary_rpc_method_handler(
                 self.resume, request_deserializer=pb.PushHeader.FromString, response_serializer=to_bytes
@@ -79,36 +89,54 @@ class Bulk:
     @answers
     async def resume(self, header: pb.PushHeader, context: Context) -> pb.Resumption:
         """Says where a push goes on, or that nothing more is to be sent."""
-        push = self._announced(header)
-        receipt = await self._settled(push)
-        if receipt:
-            return pb.Resumption(receipt=receipt)
-        upload = self._run.uploads.find(push.key, header.total_bytes)
-        return pb.Resumption(have_bytes=await self._run.uploads.run(upload.look) if upload else 0)
+        push, uploads = self._announced(header), self._run.uploads
+        taken = await self._settled(push)
+        if taken:
+            return pb.Resumption(have_bytes=header.total_bytes, digest=taken.digest, receipt=_receipt(taken))
+        upload = uploads.find(push.slot, header.total_bytes)
+        have, digest = await uploads.run(push.slot, upload.look) if upload else (0, "")
+        return pb.Resumption(have_bytes=have, digest=digest)
 
     @answers
-    async def push(self, messages: AsyncIterator[bytes], context: Context) -> pb.Receipt:
+    async def push(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Takes one rank's part of a contribution, or of the first parameters."""
         try:
             header = pb.PushHeader.FromString(await anext(aiter(messages)))
         except (DecodeError, StopAsyncIteration):
             raise Malformed("a push starts with a PushHeader") from None
-        push, run = self._announced(header), self._run
+        push = self._announced(header)
         failpoint("push-announced")
-        receipt = await self._settled(push)
-        if receipt:
-            return receipt
-        await run.uploads.supersede(push.key)
+        taken = await self._settled(push)
+        if taken and (not taken.digest or header.first_byte == header.total_bytes):
+            await self._compare(push, taken, messages)
+            receipt = _receipt(taken)
+        else:
+            receipt = await self._take(push, messages, context)
+        await _send(context, pb.PushReply(have_bytes=header.total_bytes, receipt=receipt))
+
+    async def _compare(self, push: _Push, taken: Taken, messages: AsyncIterator[bytes]) -> None:
+        """Raises `Conflict` where a part that is known has another digest than its sender has now."""
+        if taken.digest:
+            end = await anext(_lively(messages), b"")
+            digest = read_end(end)
+            if digest != taken.digest:
+                rank = push.header.rank
+                raise Conflict(f"rank {rank} has sent {taken.digest} before and sends {digest} now")
+
+    async def _take(self, push: _Push, messages: AsyncIterator[bytes], context: Context) -> pb.Receipt:
+        """Takes a part that is not known, or whose sender does not know that."""
+        run, header = self._run, push.header
+        await run.uploads.supersede(push.slot)
         with run.admission.stream(header.island_id):
             self._room(push)
-            upload, stream = run.uploads.begin(push.key, header.total_bytes)
+            upload, stream = run.uploads.begin(push.slot, header.total_bytes)
             try:
-                return await self._receive(push, upload, stream, messages)
+                return await self._receive(push, upload, stream, messages, context)
             except asyncio.CancelledError:
                 if not stream.superseded:
                     raise
                 stream.task.uncancel()
-                raise Overload("a newer stream of the same payload has taken over", retry_after_s=RETRY_S) from None
+                raise Overload("a newer stream of the same part has taken over", retry_after_s=RETRY_S) from None
             except (DilocoError, OSError) as error:
                 # Half a payload is good as far as it came; a whole one is not, unless only its lease is over.
                 if isinstance(error, OSError) or (upload.whole and not isinstance(error, StaleEpoch)):
@@ -120,7 +148,7 @@ class Bulk:
     def _room(self, push: _Push) -> None:
         """Raises `Overload` where the payload does not fit on the disk, and has room made for the next try."""
         run, total = self._run, push.header.total_bytes
-        begun = run.uploads.find(push.key, total)
+        begun = run.uploads.find(push.slot, total)
         try:
             run.admission.room(
                 0 if begun else total,
@@ -132,49 +160,75 @@ class Bulk:
             run.make_room()
             raise
 
-    async def _receive(self, push: _Push, upload: Upload, stream: Stream, messages: AsyncIterator[bytes]) -> pb.Receipt:
+    async def _receive(
+        self, push: _Push, upload: Upload, stream: Stream, messages: AsyncIterator[bytes], context: Context
+    ) -> pb.Receipt:
         """Takes what is missing of a payload, then what it is."""
         run, header = self._run, push.header
-        have = await run.uploads.run(upload.open)
+        have = await run.uploads.run(push.slot, upload.open)
         if header.first_byte > have:
             raise Expired(f"{have} bytes of this push are here, not {header.first_byte}: ask Resume, and go on there")
-        told = -PROGRESS_S
-        async for message in _lively(messages):
-            moved = await run.uploads.run(upload.add, message)
-            failpoint("push-chunk")
-            now = time.monotonic()
-            if moved and not header.seed and now - told >= PROGRESS_S:
-                told = now
-                await run.intake.progressed(push.place)
-                receipt = await self._settled(push)
-                if receipt:
-                    await run.uploads.drop(upload)
-                    return receipt
-        await run.uploads.run(upload.check_complete)
+        told, seen, scan = -PROGRESS_S, have, Scan(push.pieces, push.codecs)
+        upload.watch = None if header.seed else scan.feed  # first parameters are looked at as they are placed
+        async with self._flow(upload, context) as flow:
+            async for message in _lively(messages):
+                await flow.add(message)
+                now = time.monotonic()
+                if upload.have > seen and not header.seed and now - told >= PROGRESS_S:
+                    told, seen = now, upload.have
+                    await run.intake.progressed(push.place)
+                    taken = await self._settled(push)
+                    if taken and taken.dropped:
+                        await run.uploads.drop(upload)
+                        return _receipt(taken)
+            await flow.finish()
+        if upload.have > seen and told < 0 and not header.seed:
+            await run.intake.progressed(push.place)
+        upload.check_complete()
         run.lease(header.run_id, header.island_id, header.epoch)
         stream.storing = True
-        receipt = await self._received(push, upload)
+        receipt = await self._received(push, upload, scan)
         if not header.seed or run.state.seeded:
             await run.uploads.drop(upload)
             await run.uploads.prune(run.intake.over)
         return receipt
 
-    async def _received(self, push: _Push, upload: Upload) -> pb.Receipt:
+    @contextlib.asynccontextmanager
+    async def _flow(self, upload: Upload, context: Context) -> AsyncIterator[Flow]:
+        """Takes messages, and tells their sender how far its payload has come, while the block lasts."""
+
+        async def tell(flow: Flow) -> None:
+            while (have := await flow.moved()) is not None:
+                await _send(context, pb.PushReply(have_bytes=have, window_bytes=self._run.admission.window_bytes))
+
+        with Flow(self._run.uploads, upload) as flow:
+            telling = asyncio.create_task(tell(flow))
+            try:
+                yield flow
+            finally:  # what is being sent goes out before a receipt or a refusal: a call sends one thing at a time
+                flow.hush()
+                await asyncio.wait([telling], timeout=RETRY_S)
+                telling.cancel()
+                if telling.done() and not telling.cancelled() and telling.exception():
+                    log.debug("telling a sender ended with %r", telling.exception())  # so does its stream
+
+    async def _received(self, push: _Push, upload: Upload, scan: Scan) -> pb.Receipt:
         """Takes a part whose bytes are all here."""
         run, header, pieces, codecs = self._run, push.header, push.pieces, push.codecs
-        place, digest = push.place, header.digest
+        place, digest = push.place, upload.digest
         part = Part(pieces=pieces, codecs=codecs, payload=run.store.files.map(upload.path))
         if header.seed:
             known = await run.intake.seed(*place[:4], part, digest)
             return pb.Receipt(duplicate=known)
-        dropped = await run.intake.check(place, part)
+        dropped = await run.intake.check(place, part, scan)
         if dropped:
             return pb.Receipt(dropped=dropped)
         name = f"f{place.fragment}-r{place.round}-{place.island}-e{place.epoch}-{place.rank}-{digest}"
 
         def keep() -> Stored:
             path = upload.publish(run.store.inbox_path(name))
-            return Stored(pieces=pieces, codecs=codecs, path=path, digest=digest, files=run.store.files)
+            files = run.store.files
+            return Stored(pieces=pieces, codecs=codecs, path=path, digest=digest, files=files, checked=True)
 
         return _receipt(await run.intake.contribute(place, keep, header.tokens, header.steps))
 
@@ -197,25 +251,24 @@ class Bulk:
         expected = sum(codec.size(piece.box.numel) for piece, codec in zip(pieces, codecs, strict=True))
         if header.total_bytes != expected:
             raise Malformed(f"{header.total_bytes} bytes announced; {choice.name} of these pieces takes {expected}")
-        if not _DIGEST.fullmatch(header.digest):
-            raise Malformed("a push names the XXH3-128 of its payload: 32 lower-case hex digits")
         return _Push(header, tuple(pieces), codecs)
 
-    async def _settled(self, push: _Push) -> pb.Receipt | None:
-        """The receipt of a part that need not be sent: it is known, or does not count.
+    async def _settled(self, push: _Push) -> Taken | None:
+        """What becomes of a part that need not be sent: it does not count, or is known if it has the same digest.
 
         Raises:
             Conflict, Malformed, StaleEpoch: it must not be sent.
         """
         intake, header = self._run.intake, push.header
         if header.seed:
-            return pb.Receipt(duplicate=True) if intake.seed_known(*push.place[:4], header.digest) else None
-        taken = await intake.settled(push.place, header.base_version, header.digest, push.pieces)
-        return _receipt(taken) if taken else None
+            known = intake.seed_known(*push.place[:4])
+            return Taken(duplicate=True, digest=known) if known else None
+        return await intake.settled(push.place, header.base_version, push.pieces)
 
     def _pieces(self, messages: Iterable[pb.Piece], fragment: int) -> list[Piece]:
         """The pieces of a request, which are boxes of the fragment's tensors and no more than it is."""
         run = self._run
+        run.here(fragment)
         assert run.layout is not None
         pieces, chart = pieces_from_proto(messages, run.layout), run.fragments[fragment]
         foreign = next((piece.tensor for piece in pieces if piece.tensor not in chart.place), None)
@@ -234,9 +287,9 @@ class Bulk:
         with self._run.admission.stream(request.island_id):
             await _send(context, header.SerializeToString())
             end = min(header.total_bytes, header.first_byte + (request.length_bytes or header.total_bytes))
-            for message in chunks(parts, self._run.config.wire.chunk_bytes, header.first_byte, end):
+            messages = chunks(parts, self._run.config.wire.chunk_bytes, header.first_byte, end)
+            async for message in _ahead(messages):
                 await _send(context, message)
-                await asyncio.sleep(0)
                 failpoint("fetch-chunk")
 
     async def _found(self, request: pb.FetchRequest) -> tuple[pb.FetchHeader, Iterator[Tensor]]:
@@ -245,7 +298,8 @@ class Bulk:
         run.lease(request.run_id, request.island_id, request.epoch)
         first_byte = request.first_byte
         if request.anchor:
-            pin = self._pinned(request)
+            with readable():
+                pin = await run.anchor(fragment, request.version if request.first_byte else None)
             if pin.version != request.version:
                 first_byte = 0
             header = pb.FetchHeader(outcome="anchor", version=pin.version, round=pin.ended)
@@ -260,10 +314,8 @@ class Bulk:
             header = self._outcome_header(outcome)
             if outcome.update is None:
                 return header, iter(())
-            try:
+            with readable():
                 payload = run.store.files.map(outcome.update)
-            except OSError as error:
-                raise DilocoError(f"the coordinator cannot read this: {error}") from error
             choice, digest = run.down, outcome.digest
         pieces = self._pieces(request.pieces, fragment)
         header.codec_id, header.codec_version = choice.id, choice.version
@@ -274,14 +326,6 @@ class Bulk:
         header.first_byte = first_byte
         return header, select(run.fragments[fragment], payload, pieces, choice)
 
-    def _pinned(self, request: pb.FetchRequest) -> Pinned:
-        """The anchor that a request means: at its version while that is kept, else as it stands."""
-        run, fragment = self._run, request.fragment
-        outer = run.anchor(fragment)
-        ended = run.ended[fragment]
-        current = Pinned(version=outer.version, ended=ended, digest=outer.digest, anchor=outer.anchor)
-        return run.anchors.ask(fragment, current, request.version if request.first_byte else None)
-
     def _outcome_header(self, outcome: Outcome) -> pb.FetchHeader:
         return pb.FetchHeader(
             outcome=outcome.ended,
@@ -289,6 +333,15 @@ class Bulk:
             version=outcome.version,
             digest=outcome.digest & (2**64 - 1),
         )
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """Raises `DilocoError` where the disk fails what is to be sent."""
+    try:
+        yield
+    except OSError as error:
+        raise DilocoError(f"the coordinator cannot read this: {error}") from error
 
 
 async def _lively(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -307,7 +360,16 @@ async def _lively(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield message
 
 
-async def _send(context: Context, message: bytes) -> None:
+async def _ahead(messages: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Messages, each made on a thread while the one before it is sent."""
+    loop = asyncio.get_running_loop()
+    making = loop.run_in_executor(None, next, messages, None)
+    while (message := await making) is not None:
+        making = loop.run_in_executor(None, next, messages, None)
+        yield message
+
+
+async def _send(context: Context, message: bytes | pb.PushReply) -> None:
     """Sends a message to a caller who takes it."""
     try:
         async with asyncio.timeout(IDLE_S):

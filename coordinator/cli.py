@@ -42,6 +42,12 @@ LAST_S = 600.0
 @click.option("--listen", required=True, metavar="HOST:PORT", help="Address to listen on; port 0 takes a free one.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting of the run.")
 @click.option(
+    "--index",
+    type=click.IntRange(0),
+    metavar="K",
+    help="Which of run.coordinators this one is; 0 where there is one.",
+)
+@click.option(
     "--threads",
     type=click.IntRange(0),
     default=0,
@@ -68,28 +74,31 @@ def coordinator(
     state: str,
     listen: str,
     overrides: tuple[str, ...],
+    index: int | None,
     threads: int,
     network_filesystem: bool,
     grace_s: float,
     tls: TLS | None,
 ) -> int:
-    """Run the coordinator of one run, until SIGTERM, Ctrl-C or `diloco stop`.
+    """Run the coordinator of one run, or one of several, until SIGTERM, Ctrl-C or `diloco stop`.
 
     Without --tls-cert, --tls-key and --tls-ca nothing is encrypted and nobody is authenticated: listen on an address
     that only your islands reach.
     """
     from diloco.config import load_run
 
-    config = load_run(read_text(run_file), run_file, overrides).value
+    chosen = () if index is None else (f"run.coordinator_index={index}",)
+    config = load_run(read_text(run_file), run_file, (*overrides, *chosen)).value
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--listen {listen!r} is not HOST:PORT, for example 0.0.0.0:29400 or 127.0.0.1:0")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
-    from coordinator import allocator, filesystem
+    from coordinator import filesystem
     from coordinator.tls import server
+    from diloco import allocator
 
     credentials = server(tls)
-    allocator.bound()
+    allocator.keep(heap_bytes=allocator.MESSAGE_BYTES, arenas=allocator.ARENAS)
     import torch
 
     filesystem.check(Path(state), allowed=network_filesystem)
@@ -132,7 +141,8 @@ async def serve(
         health.begin()
         address = f"{listen.rpartition(':')[0]}:{port}"
         store.files.write(state / "address", address.encode())
-        log.info("run %s: coordinator listens on %s, state in %s", config.run.id, address, state)
+        which = f"coordinator {config.run.coordinator_index}" if config.run.coordinators else "coordinator"
+        log.info("run %s: %s listens on %s, state in %s", config.run.id, which, address, state)
         signals = _signals()
         received = await _until_over(run, signals)
         code = ExitCode.INTERRUPTED if received is signal.SIGINT else ExitCode.OK

@@ -70,6 +70,9 @@ def replacement(
 ) -> Replacement:
     """What to put in the place of rows: the run, its layout, their state, and the contributions still needed."""
     found = replay(rows, config, root, locate)
+    # A fragment may be further in the snapshot than in these rows; those behind them may yet speak of its parts.
+    reached = [state.round for state in found.state.rounds]
+    oldest = [*map(min, oldest, reached), *oldest[len(reached) :]]
     found.forget(oldest)
     assert found.layout is not None
     at = rows[-1].at

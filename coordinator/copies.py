@@ -1,6 +1,7 @@
 """Copies of snapshots at any fsspec URL, for a machine that is lost with its disk.
 
-Under <url>/<run id>/ lie the same files as in a state folder: fragment files first, the manifest last.
+Under <url>/<run id>/ lie the same files as in a state folder: fragment files first, the manifest last. Where a run has
+several coordinators, each has a folder of its own: <url>/<run id>~<index>/.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Copies:
 
     def __init__(self, root: Path, config: RunConfig, retry_s: tuple[float, float] = RETRY_S) -> None:
         self._root, self._keep, self._retry_s = root, config.snapshot.url_keep, retry_s
-        self.url = f"{config.snapshot.url.rstrip('/')}/{config.run.id}"
+        self.url = f"{config.snapshot.url.rstrip('/')}/{folder(config)}"
         _check(config.snapshot.url)
         self._news = threading.Condition()
         self._wanted: Path | None = None
@@ -96,6 +97,12 @@ class Copies:
             with self._news:  # copied, or gone because newer ones are complete
                 if self._wanted is manifest:
                     self._wanted = None
+
+
+def folder(config: RunConfig) -> str:
+    """The folder of a coordinator's copies."""
+    run = config.run
+    return f"{run.id}~{run.coordinator_index}" if run.coordinator_count > 1 else run.id
 
 
 def _check(url: str) -> None:
@@ -193,7 +200,9 @@ def restore(url: str, state: Path, now: float) -> Snapshot:
             runs = [run for run in runs if _manifests(fs, run)]
             if len(runs) > 1:
                 names = ", ".join(Path(run).name for run in runs)
-                raise InputError(f"{url} has snapshots of several runs ({names}): name one as {url.rstrip('/')}/RUN")
+                raise InputError(
+                    f"{url} has snapshots of several runs or coordinators ({names}): name one as {url.rstrip('/')}/NAME"
+                )
             base, there = (runs[0], _manifests(fs, runs[0])) if runs else (base, {})
         if not there:
             raise InputError(f"no snapshot at {url}: name the snapshot.url of a run")
@@ -241,7 +250,7 @@ def _download(fs: Any, base: str, source: str, manifest: Path, store: Store) -> 
 def _restored(snapshot: Snapshot, epoch: int) -> Recovered:
     """The run as it stands in a snapshot, without islands."""
     config = snapshot.config
-    state = begin(config.rounds, config.merge.weights, Schedule.of(config), epoch=epoch)
+    state = begin(config.rounds, config.merge.weights, Schedule.kept(config), epoch=epoch)
     moved = zip(snapshot.outers, snapshot.rounds, strict=True)
     current = [Round(version=outer.version, round=ended) for outer, ended in moved][: len(state.rounds)]
     phase = Phase.RUNNING if any(snapshot.rounds) else Phase.GATHERING

@@ -55,13 +55,18 @@ class Desk:
         if not request.all and request.fragment >= moving:
             raise Malformed(f"there is no fragment {request.fragment} with rounds; the run has {moving}, from 0")
         fragment = None if request.all else request.fragment
+        if fragment is not None:
+            run.here(fragment)
         return pb.ExplainReply(lines=[*self._remarks(), *explain(run.state, run.clock(), fragment)])
 
     def _remarks(self) -> Iterator[str]:
         """What the coordinator knows beyond its state."""
-        run = self._run
+        run, which = self._run, self._run.config.run
         for reason in self._health.reasons:
             yield f"The coordinator is not ready: {reason}."
+        if which.coordinator_count > 1:
+            others = (f"{i} at {a}" for i, a in enumerate(which.coordinators) if i != which.coordinator_index)
+            yield f"This is coordinator {which.coordinator_index} of {which.coordinator_count}; {', '.join(others)}."
         for fragment, (current, ended) in enumerate(zip(run.state.rounds, run.ended, strict=False)):
             if current.round > ended:
                 yield f"Rounds of fragment {fragment} that are decided and not folded yet: {current.round - ended}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from diloco.digest import combine, digest
 from diloco.errors import DivergedError
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece
-from diloco.outer import nesterov
+from diloco.merge import Addend
+from diloco.outer import Optimizer, OuterState, step
 
 LARGEST = 1e18
 """Largest magnitude of a value that is taken; momentum adds such values up far below the range of fp32."""
@@ -23,9 +24,10 @@ LARGEST = 1e18
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outer:
-    """The outer state of a fragment at one version. Its tensors never change: a fold makes new ones.
+    """The outer state of a fragment at one version.
 
-    All are fp32 [fragment.numel], in the fragment's flat order.
+    Its tensors are fp32 [fragment.numel], in the fragment's flat order. A fold moves them on to the next version in
+    place: of an earlier one only version and digest are still true.
     """
 
     version: int
@@ -47,6 +49,10 @@ class Outer:
             digest=digest_of(fragment, anchor),
         )
 
+    def copy(self) -> Outer:
+        """The same state in tensors of its own."""
+        return replace(self, anchor=self.anchor.clone(), momentum=self.momentum.clone(), residual=self.residual.clone())
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
@@ -55,6 +61,8 @@ class Part:
     pieces: Sequence[Piece]
     codecs: Sequence[Codec]
     payload: Tensor
+    checked: bool = False
+    """Whether `check_finite` has found it good in this process."""
 
     def split(self) -> Iterator[tuple[Piece, Codec, Tensor]]:
         """Yields each piece with its codec and its own bytes."""
@@ -64,19 +72,23 @@ class Part:
             yield piece, codec, self.payload[start : start + size]
             start += size
 
+    def verify(self) -> None:
+        """Raises `CodecError` unless the payload decodes."""
+        for piece, codec, payload in self.split():
+            codec.verify(payload, piece.box.numel)
+
     def check_finite(self) -> None:
         """Raises `DivergedError` where a value is not finite, or so large that the outer step could overflow."""
         for piece, codec, payload in self.split():
-            values = torch.empty(piece.box.numel, dtype=torch.float32)
-            codec.decode(payload, values)
-            if not (values.abs_() <= LARGEST).all():  # NaN compares false
-                raise DivergedError(
-                    f"tensor {piece.tensor} of the contribution has values that are not finite or beyond {LARGEST:g}"
-                )
+            check_values(piece, codec, payload, piece.box.numel)
 
 
-Chart = dict[int, list[tuple[float, Codec, Box, Tensor]]]
-"""Per tensor of a fragment: share, codec, box and payload of every piece, in the order to add them."""
+def check_values(piece: Piece, codec: Codec, payload: Tensor, numel: int) -> None:
+    """Raises `DivergedError` where one of some values of a piece is not finite, or too large."""
+    if not codec.largest(payload, numel) <= LARGEST:  # NaN compares false
+        raise DivergedError(
+            f"tensor {piece.tensor} of the contribution has values that are not finite or beyond {LARGEST:g}"
+        )
 
 
 def fold(
@@ -86,63 +98,59 @@ def fold(
     shares: Mapping[str, float],
     config: OuterConfig,
     down: Choice,
+    room: Tensor | None = None,
 ) -> tuple[Outer, Tensor]:
-    """Takes one outer step.
+    """Takes one outer step in place: of each tensor `diloco.outer.step`, with contributions in the order of `shares`.
 
-    For each tensor: the weighted mean of the contributions in the order of `shares`, the outer step, what earlier
-    updates left over, the update as its codec can say it, and the anchor moved by exactly what that update decodes
-    to, so that coordinator and islands keep the same bits. Buffers take the mean.
+    Buffers take the mean. Beside the update it takes a few blocks of memory.
+
+    Args:
+        fragment: of the outer state.
+        outer: what to move.
+        contributions: parts by island.
+        shares: of the islands that count, in the order to add them.
+        config: the outer optimizer.
+        down: codecs of the update.
+        room: where to put the update, if it fits: uint8. Memory that is new costs page faults.
 
     Returns:
-        The outer state at the next version, and the update's payload (uint8): what to subtract from the anchor.
+        The outer state at the next version, in the tensors of `outer`; and the update's payload (uint8): what to
+        subtract from the anchor.
+
+    Raises:
+        CodecError: a payload is damaged. Nothing has changed, unless that happened after it was checked: then the
+            outer state is lost, and is to be taken from a snapshot.
     """
-    anchor, momentum, residual = (x.clone() for x in (outer.anchor, outer.momentum, outer.residual))
-    update = torch.empty(sum(down.of(spec).size(spec.numel) for spec in fragment.specs), dtype=torch.uint8)
+    for island in shares:
+        for part in contributions[island]:
+            if not part.checked:
+                part.verify()
     pieces = chart(contributions, shares)
-    end = 0
+    state = OuterState(outer.anchor, outer.momentum, outer.residual)
+    size = sum(down.of(spec).size(spec.numel) for spec in fragment.specs)
+    update = torch.empty(size, dtype=torch.uint8) if room is None or room.numel() < size else room[:size]
+    end, found = 0, 0
     for tensor, spec, start in zip(fragment.tensors, fragment.specs, fragment.starts, strict=True):
-        span, codec = slice(start, start + spec.numel), down.of(spec)
-        gradient = weighted_mean(spec.shape, pieces[tensor])
-        lr, mu = (config.lr, config.momentum) if spec.kind == "parameter" else (1.0, 0.0)
-        wanted = nesterov(gradient.view(-1), momentum[span], lr=lr, mu=mu).add_(residual[span])
+        codec = down.of(spec)
         begin, end = end, end + codec.size(spec.numel)
-        codec.encode(wanted, update[begin:end])
-        applied = gradient.view(-1)  # its values are used up
-        codec.decode(update[begin:end], applied)
-        residual[span] = wanted.sub_(applied)
-        anchor[span].sub_(applied)
-    new = Outer(
-        version=outer.version + 1,
-        anchor=anchor,
-        momentum=momentum,
-        residual=residual,
-        digest=digest_of(fragment, anchor),
-    )
-    return new, update
+        here = OuterState(*(x[start : start + spec.numel] for x in state))
+        optimizer = Optimizer(config.lr, config.momentum) if spec.kind == "parameter" else MEAN
+        found = combine(found, step(spec.shape, start, pieces[tensor], here, update[begin:end], codec, optimizer))
+    return replace(outer, version=outer.version + 1, digest=found), update
 
 
-def chart(contributions: Mapping[str, Sequence[Part]], shares: Mapping[str, float]) -> Chart:
+MEAN = Optimizer(lr=1.0, mu=0.0)
+"""Takes the mean for the step."""
+
+
+def chart(contributions: Mapping[str, Sequence[Part]], shares: Mapping[str, float]) -> dict[int, list[Addend]]:
     """Sorts the pieces of all contributions by tensor, keeping the order of `shares` within each."""
-    by_tensor: Chart = defaultdict(list)
+    by_tensor: dict[int, list[Addend]] = defaultdict(list)
     for island, share in shares.items():
         for part in contributions[island]:
             for piece, codec, payload in part.split():
-                by_tensor[piece.tensor].append((share, codec, piece.box, payload))
+                by_tensor[piece.tensor].append(Addend(share, codec, piece.box, payload))
     return by_tensor
-
-
-def weighted_mean(shape: tuple[int, ...], pieces: Sequence[tuple[float, Codec, Box, Tensor]]) -> Tensor:
-    """The mean of one tensor over contributions: sum of share times pseudo-gradient, in the order of `pieces`.
-
-    Returns:
-        fp32 of `shape`.
-    """
-    mean = torch.zeros(shape, dtype=torch.float32)
-    for share, codec, box, payload in pieces:
-        values = torch.empty(box.numel, dtype=torch.float32)
-        codec.decode(payload, values)
-        mean[box.slices].add_(values.view(box.size), alpha=share)
-    return mean
 
 
 def digest_of(fragment: Fragment, anchor: Tensor) -> int:

@@ -18,6 +18,7 @@ from diloco.codec import Choice, Codec
 from diloco.errors import Conflict, Malformed
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece
+from diloco.merge import place
 
 log = logging.getLogger("diloco.coordinator")
 
@@ -68,6 +69,8 @@ class Stored:
     path: Path
     digest: str
     files: Files = field(default=REAL, compare=False, repr=False)
+    checked: bool = field(default=False, compare=False, repr=False)
+    """Whether its values have been looked at in this process."""
 
     @cached_property
     def size_bytes(self) -> int:
@@ -76,7 +79,8 @@ class Stored:
 
     def part(self) -> Part:
         """The part with its payload as a memory map."""
-        return Part(pieces=self.pieces, codecs=self.codecs, payload=self.files.map(self.path))
+        payload = self.files.map(self.path)
+        return Part(pieces=self.pieces, codecs=self.codecs, payload=payload, checked=self.checked)
 
     def discard(self) -> None:
         """Removes the file. One that the disk keeps nothing speaks of any more; the next start removes it."""
@@ -174,15 +178,15 @@ class Inbox:
         inbound = self._rounds.get((fragment, round_), {}).get(island)
         return bool(inbound and inbound.epoch == epoch and inbound.coverage.whole and rank in inbound.parts)
 
-    def has(
-        self, fragment: int, round_: int, island: str, epoch: int, rank: int, digest: str, pieces: Sequence[Piece]
-    ) -> bool:
-        """Whether a rank's part has come under an epoch. Raises `Conflict` where it came with other bytes."""
+    def find(
+        self, fragment: int, round_: int, island: str, epoch: int, rank: int, pieces: Sequence[Piece]
+    ) -> Stored | None:
+        """A rank's part that has come under an epoch. Raises `Conflict` where it is of other pieces."""
         inbound = self._rounds.get((fragment, round_), {}).get(island)
         known = inbound.parts.get(rank) if inbound and inbound.epoch == epoch else None
-        if known and (known.digest, known.pieces) != (digest, tuple(pieces)):
-            raise Conflict(f"rank {rank} has sent {known.digest} before and sends {digest} now")
-        return known is not None
+        if known and known.pieces != tuple(pieces):
+            raise Conflict(f"rank {rank} has sent other pieces before than it sends now")
+        return known
 
     @property
     def size_bytes(self) -> int:
@@ -226,12 +230,9 @@ class SeedBed:
         self._digests: dict[tuple[int, int], str] = {}
         self._anchors = [torch.empty(fragment.numel, dtype=torch.float32) for fragment in fragments]
 
-    def known(self, fragment: int, rank: int, digest: str) -> bool:
-        """Whether a rank's part has come already. Raises `Conflict` where it came with other bytes."""
-        before = self._digests.get((fragment, rank))
-        if before not in (None, digest):
-            raise Conflict(f"rank {rank} has sent {before} before and sends {digest} now")
-        return before is not None
+    def known(self, fragment: int, rank: int) -> str:
+        """The digest of a rank's part that has come already, or ""."""
+        return self._digests.get((fragment, rank), "")
 
     def add(self, fragment: int, rank: int, part: Part, digest: str) -> bool:
         """Places a rank's pieces; returns whether they were known already.
@@ -239,7 +240,10 @@ class SeedBed:
         Raises:
             Conflict, DivergedError, Malformed: nothing has been placed.
         """
-        if self.known(fragment, rank, digest):
+        before = self.known(fragment, rank)
+        if before not in ("", digest):
+            raise Conflict(f"rank {rank} has sent {before} before and sends {digest} now")
+        if before:
             return True
         part.check_finite()
         self._coverage[fragment].add(part.pieces)
@@ -247,10 +251,7 @@ class SeedBed:
         for piece, codec, payload in part.split():
             where = chart.place[piece.tensor]
             spec, start = chart.specs[where], chart.starts[where]
-            values = torch.empty(piece.box.numel, dtype=torch.float32)
-            codec.decode(payload, values)
-            tensor = self._anchors[fragment][start : start + spec.numel].view(spec.shape)
-            tensor[piece.box.slices] = values.view(piece.box.size)
+            place(codec, payload, piece.box, spec.shape, self._anchors[fragment][start : start + spec.numel])
         self._digests[fragment, rank] = digest
         return False
 

@@ -11,6 +11,7 @@ from coordinator.fold import Part
 from coordinator.inbox import SeedBed, Stored
 from coordinator.recovery import part_row
 from coordinator.results import Taken
+from coordinator.scan import Scan
 from coordinator.upload import Slot
 from diloco.errors import DilocoError, DivergedError, Malformed, StaleEpoch
 from diloco.failpoints import failpoint
@@ -41,8 +42,7 @@ class Intake:
 
     async def seed(self, island: str, epoch: int, rank: int, fragment: int, part: Part, digest: str) -> bool:
         """Takes one rank's part of the first parameters; returns whether it was known already."""
-        if self.seed_known(island, epoch, rank, fragment, digest):
-            return True
+        self.seed_known(island, epoch, rank, fragment)
         bed = self._seedbed
         if bed is None or bed.epoch != epoch:
             bed = self._seedbed = SeedBed(epoch, self._run.fragments)
@@ -53,32 +53,32 @@ class Intake:
             bed.clear()
         return duplicate
 
-    def seed_known(self, island: str, epoch: int, rank: int, fragment: int, digest: str) -> bool:
-        """Whether a rank's part of the first parameters has come already, and need not come again.
+    def seed_known(self, island: str, epoch: int, rank: int, fragment: int) -> str:
+        """The digest of a rank's part of the first parameters that has come already and need not come again, or "".
 
         Raises:
             StaleEpoch, Malformed: first parameters are not to come from this island, or not any more.
-            Conflict: it came with other bytes.
         """
         state, bed = self._run.state, self._seedbed
         rounds.member_of(state, island, epoch)
-        known = bed is not None and bed.epoch == epoch and bed.known(fragment, rank, digest)
+        known = bed.known(fragment, rank) if bed is not None and bed.epoch == epoch else ""
         if state.seeded:
             if known:
-                return True
+                return known
             raise StaleEpoch("the run has its first parameters already: fetch them")
         if state.seeder != island:
             raise Malformed(f"first parameters are to come from {state.seeder}, not from {island}")
-        return known and not (bed and bed.anchors)  # where all have come and the disk failed, the last comes again
+        return "" if bed and bed.anchors else known  # where all have come and the disk failed, the last comes again
 
     # -- contributions --------------------------------------------------------------------------------------------
 
-    async def settled(self, place: Place, base_version: int, digest: str, pieces: Sequence[Piece]) -> Taken | None:
-        """What becomes of a part without its bytes: it is known, or cannot count. None where it is to be sent.
+    async def settled(self, place: Place, base_version: int, pieces: Sequence[Piece]) -> Taken | None:
+        """What becomes of a part without its bytes: it cannot count, or is known if it has the same digest. None where
+        it is to be sent.
 
         Raises:
             Malformed: a round that cannot be open, or a base version that it never had.
-            Conflict: the part came with other bytes.
+            Conflict: the part came with other pieces.
         """
         state, (island, epoch, rank, fragment, round_) = self._run.state, place
         late = rounds.lateness(state, fragment, round_)
@@ -93,8 +93,8 @@ class Intake:
         why = self._unwanted(place)
         if why:
             return Taken(dropped=why)
-        known = self._run.inbox.has(fragment, round_, island, epoch, rank, digest, pieces)
-        return Taken(duplicate=True, late=self._carried(place)) if known else None
+        known = self._run.inbox.find(fragment, round_, island, epoch, rank, pieces)
+        return Taken(duplicate=True, digest=known.digest, late=self._carried(place)) if known else None
 
     def _unwanted(self, place: Place) -> str:
         """Why an island's parts cannot count in an open round, or ""."""
@@ -106,10 +106,11 @@ class Intake:
             return f"{place.island} has already contributed to round {place.round} under another epoch"
         return current.refused.get(place.island, "")
 
-    async def check(self, place: Place, part: Part) -> str:
-        """Looks at a part's values; returns why its contribution cannot be used, or ""."""
+    async def check(self, place: Place, part: Part, scan: Scan | None = None) -> str:
+        """Looks at a part's values, if `scan` has not; returns why its contribution cannot be used, or ""."""
         try:
-            await self._run.in_worker(part.check_finite)
+            if scan is None or not scan.result():
+                await self._run.in_worker(part.check_finite)
         except DivergedError as error:
             await self._run.take(
                 rounds.Spoiled(

@@ -24,7 +24,7 @@ from diloco.codec.policy import down_choice
 from diloco.config import RunConfig, load_run
 from diloco.digest import combine, show
 from diloco.errors import DigestMismatch, InputError, Malformed
-from diloco.fragments import Fragment, partition
+from diloco.fragments import Fragment, kept, partition
 from diloco.layout import Box, Layout, Piece, TensorSpec
 from diloco.schedule import Schedule
 from diloco.settings import to_toml
@@ -189,7 +189,7 @@ def recover(ledger: Ledger, config: RunConfig, root: Path, *, oldest: bool = Fal
 
 def replay(rows: Iterable[Row], config: RunConfig, root: Path, locate: Locate) -> Recovered:
     """Folds the rows of a ledger; the outer state is still missing (`Recovered.over`)."""
-    found = Recovered(state=state.begin(config.rounds, config.merge.weights, Schedule.of(config)))
+    found = Recovered(state=state.begin(config.rounds, config.merge.weights, Schedule.kept(config)))
     for row in rows:
         found.fresh = False
         try:
@@ -206,7 +206,7 @@ def _replay(found: Recovered, row: Row, config: RunConfig, root: Path, locate: L
             check_same_run(load_run(body["config_toml"], f"the ledger in {root}").value, config, root)
         case "layout":
             found.layout = Layout(TensorSpec(n, tuple(shape), kind) for n, shape, kind in body["tensors"])
-            found.fragments = partition(found.layout, config.sync)
+            found.fragments = kept(partition(found.layout, config.sync), config.run)
         case "part":
             _replay_part(found, body, locate(body))
         case "folded":

@@ -23,6 +23,8 @@ class Taken:
 
     duplicate: bool = False
     """It was known already."""
+    digest: str = ""
+    """XXH3-128 (hex) of a part that is known; empty where nothing is to be compared any more."""
     dropped: str = ""
     """Why it is recorded and not folded."""
     late: str = ""

@@ -1,7 +1,8 @@
 """One run: the shell around the cores. It takes events, asks `rounds` what follows, and does it with tensors and files.
 
-Everything here happens on one asyncio loop, so no state needs a lock; folds, file writes and checks of bulk data run
-in a worker thread, one at a time.
+Everything here happens on one asyncio loop; folds, file writes and checks of bulk data run in a worker thread, one at a
+time. The outer state is there once and is folded in place, so each fragment has a lock: for its fold, and for whoever
+reads its tensors.
 """
 
 from __future__ import annotations
@@ -9,24 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from coordinator import facts, rounds
 from coordinator.admission import Admission
-from coordinator.anchors import Anchors
+from coordinator.anchors import Anchors, Pinned
 from coordinator.facts import Aborted, Committed, Ended, Skipped
-from coordinator.fold import Outer, fold
+from coordinator.fold import Outer, Part, fold
 from coordinator.intake import Intake
 from coordinator.keeper import Keeper
 from coordinator.recovery import Recovered, clean, folded_row, layout_row, recover, run_row
 from coordinator.results import Outcome, Progress, Totals
-from coordinator.snapshots import Snapshot
+from coordinator.snapshots import Draft
 from coordinator.state import revive
 from coordinator.store import UPDATES_KEPT, Store
 from coordinator.upload import Uploads
@@ -38,16 +40,19 @@ from diloco.errors import (
     DigestMismatch,
     Expired,
     Malformed,
+    Overload,
     Refused,
     RunMismatch,
 )
 from diloco.failpoints import failpoint
-from diloco.fragments import partition
+from diloco.fragments import coordinator_of, kept, partition
 from diloco.layout import Layout
 
 log = logging.getLogger("diloco.coordinator")
 DISK_RETRY_S = 1.0
 """How long to leave a disk alone that has failed or is full."""
+ANCHOR_S = 60.0
+"""How long a request for an anchor waits for the fold of its fragment."""
 T = TypeVar("T")
 Row = tuple[str, dict[str, Any]]
 """Kind and body of a row of the ledger."""
@@ -97,21 +102,27 @@ class Run:
         self._scribe = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self.up, self.down = up_choice(config.wire), down_choice(config.wire)
         """Codecs of contributions and of updates."""
-        self._keeper = Keeper(store, config, self._saved, lambda: DISK_RETRY_S)
+        self._locks: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By fragment: who folds its tensors or reads them."""
+        self._moving: set[int] = set()
+        """Fragments whose tensors are not, or not yet, what is published."""
+        self._room = torch.empty(0, dtype=torch.uint8)
+        """Where the largest update was, for the next one."""
+        self._keeper = Keeper(store, config, self._draft, self.still, self._saved, lambda: DISK_RETRY_S)
         self._offered = committed
+        """Commits when a snapshot was last asked for."""
         self._oldest: Sequence[int] = ()
         """Rounds that the oldest snapshot kept holds, of each fragment; empty before this life has taken one."""
-        """Commits that the last snapshot offered to the keeper holds."""
         self.uploads = Uploads(store.root / "inbox", store.files)
         self.admission = Admission(config.limits)
-        self.anchors = Anchors(config.rounds.lease_s, clock)
+        self.anchors = Anchors(config.rounds.lease_s, clock, store.drop_anchor)
         if found.fresh:
             store.record([run_row(config)])
         else:
             clean(store.root, found)
             store.recount()
             self._recall(found)
-            versions = [outer.version for outer in self.outers]
+            versions = [o.version for f, o in zip(self.fragments, self.outers, strict=False) if not f.elsewhere]
             log.info("taken up from the ledger: versions %s, %d rounds to fold", versions, len(found.pending))
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -130,8 +141,8 @@ class Run:
         await asyncio.gather(*self._under_way, return_exceptions=True)
         if self.totals.unsaved and self.outers:
             try:
-                await self._save(self.outers, self.ended)
-            except OSError as error:
+                await self._keeper.write()
+            except (OSError, Refused) as error:
                 log.error("no last snapshot (%s); the ledger has what is not in the one before", error)
         if self.outers:
             await self._keeper.finish()
@@ -296,7 +307,7 @@ class Run:
         while True:
             decision = await self._ends.get()
             if isinstance(decision, Committed):
-                await self._until_durable(partial(self._fold, decision))
+                await self._fold(decision)
             else:
                 outer, skipped = self.outers[decision.fragment], isinstance(decision, Skipped)
                 self.totals.skipped += skipped
@@ -307,30 +318,49 @@ class Run:
                 self.changed.notify_all()
             if self.totals.committed - self._offered >= self.config.snapshot.every_rounds:
                 self._offered = self.totals.committed
-                self._keeper.offer(self._snapshot(self.outers, self.ended))
+                self._keeper.offer()
 
-    async def _until_durable(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _until_durable(self, work: Callable[[], Awaitable[T]]) -> T:
         """Does work that changes nothing where the disk fails it, again and again until the disk takes it."""
         while True:
             try:
-                await work()
-                return self._waits("fold")
+                done = await work()
+                self._waits("fold")
+                return done
             except OSError as error:
                 self._waits("fold", f"the run waits for its disk: {error}")
                 await asyncio.sleep(DISK_RETRY_S)
 
     async def _fold(self, decision: Committed) -> None:
-        fragment, outer = self.fragments[decision.fragment], self.outers[decision.fragment]
-        inbox, key = self.inbox, (decision.fragment, decision.round)
+        """Folds a round, which moves the fragment's tensors once however often the disk fails, and publishes it."""
+        number, inbox, key = decision.fragment, self.inbox, (decision.fragment, decision.round)
 
-        def work() -> tuple[Outer, Path]:
-            parts = {island: [stored.part() for stored in inbox.parts(*key, island)] for island in decision.shares}
-            new, update = fold(fragment, outer, parts, decision.shares, self.config.outer, self.down)
+        def load() -> dict[str, list[Part]]:
+            return {island: [stored.part() for stored in inbox.parts(*key, island)] for island in decision.shares}
+
+        def work() -> tuple[Outer, Tensor]:
+            fragment, outer = self.fragments[number], self.outers[number]
+            moved = fold(fragment, outer, parts, decision.shares, self.config.outer, self.down, self._room)
             failpoint("fold-computed")
-            return new, self.store.write_update(decision.fragment, decision.round, update)
+            return moved
 
         failpoint("fold-begun")
-        new, path = await self.in_worker(work)
+        async with self._locks[number]:
+            parts = await self._until_durable(lambda: self.in_worker(load))
+            self._moving.add(number)
+            new, update = await self.to_its_end(self.in_worker(work))
+            self._room = max(self._room, update, key=Tensor.numel)
+            path = await self._until_durable(lambda: self._keep_update(decision, new, update))
+            self.outers[number] = new
+            self._moving.discard(number)
+        self.totals.committed += 1
+        self.totals.unsaved += 1
+        self._publish(decision, Outcome("committed", decision.reason, new.version, new.digest, path))
+
+    async def _keep_update(self, decision: Committed, new: Outer, update: Tensor) -> Path:
+        """Makes an update durable, and what the fold came to."""
+        key = decision.fragment, decision.round
+        path = await self.in_worker(lambda: self.store.write_update(*key, update))
         failpoint("fold-written")
         known = self._digests.get((decision.fragment, new.version), "")
         if known and known != show(new.digest):
@@ -343,10 +373,19 @@ class Run:
         if not known:
             await self.record([folded_row(*key, new)])
         failpoint("fold-recorded")
-        self.outers[decision.fragment] = new
-        self.totals.committed += 1
-        self.totals.unsaved += 1
-        self._publish(decision, Outcome("committed", decision.reason, new.version, new.digest, path))
+        return path
+
+    @contextlib.asynccontextmanager
+    async def still(self, fragment: int) -> AsyncIterator[tuple[Outer, int]]:
+        """The outer state of a fragment as it is published, and rounds ended; no fold moves it meanwhile.
+
+        Raises:
+            Refused: a fold of it came to no end.
+        """
+        async with self._locks[fragment]:
+            if fragment in self._moving:
+                raise Refused(f"fragment {fragment} is between two versions: start the coordinator again")
+            yield self.outers[fragment], self.ended[fragment]
 
     def _publish(self, decision: Ended, outcome: Outcome) -> None:
         self.outcomes[decision.fragment, decision.round] = outcome
@@ -362,9 +401,8 @@ class Run:
         """
         if not self.outers:
             raise Refused("there is nothing to take a snapshot of: the run has no first parameters yet")
-        outers = tuple(self.outers)
-        await self.to_its_end(self._save(outers, tuple(self.ended)))
-        return [outer.version for outer in outers]
+        versions = await self.to_its_end(self._keeper.write())
+        return [version for f, version in zip(self.fragments, versions, strict=True) if not f.elsewhere]
 
     def make_room(self) -> None:
         """Has a snapshot taken, where contributions are kept only because old snapshots lack their rounds.
@@ -372,26 +410,16 @@ class Run:
         Each brings the oldest kept one on: a disk budget below what `snapshot` keeps delays, and blocks nothing.
         """
         if self.outers and list(self._oldest) != self.ended:
-            self._keeper.offer(self._snapshot(self.outers, self.ended))
+            self._keeper.offer()
 
-    def _snapshot(self, outers: Sequence[Outer], ended: Sequence[int]) -> Snapshot:
+    def _draft(self) -> Draft:
         assert self.layout is not None
-        return Snapshot(
-            config=self.config,
-            layout=self.layout,
-            fragments=self.fragments,
-            outers=tuple(outers),
-            rounds=tuple(ended),
-            last_epoch=self.state.last_epoch,
-        )
+        store = self.store
+        return Draft(store.root, self.config, self.layout, self.fragments, self.state.last_epoch, store.files)
 
-    async def _save(self, outers: Sequence[Outer], ended: Sequence[int]) -> None:
-        """Takes a snapshot, and returns when it is complete. Raises `OSError` where the disk does not take it."""
-        await self._keeper.write(self._snapshot(outers, ended))
-
-    def _saved(self, snapshot: Snapshot, needed_from: Sequence[int]) -> None:
+    def _saved(self, versions: Sequence[int], needed_from: Sequence[int]) -> None:
         """Forgets contributions that no snapshot kept needs."""
-        self.totals.unsaved = self.totals.committed - snapshot.commits
+        self.totals.unsaved = self.totals.committed - sum(versions)
         self._oldest = needed_from
         late = self.config.rounds.late_window
         for fragment, needed in enumerate(needed_from):
@@ -429,7 +457,7 @@ class Run:
     async def _join(self, island: str, ranks: int, layout: Layout) -> int:
         self.admission.lease(island, [member.id for member in self.state.members.values() if member.present])
         first = self.layout is None
-        fragments = partition(layout, self.config.sync) if first else self.fragments
+        fragments = kept(partition(layout, self.config.sync), self.config.run) if first else self.fragments
         if self.layout is not None and layout.digest != self.layout.digest:
             raise RunMismatch(
                 f"run '{self.config.run.id}' trains a model with layout {self.layout.digest[:16]}, and island "
@@ -454,6 +482,15 @@ class Run:
             raise RunMismatch(f"this coordinator serves run '{self.config.run.id}', not '{run_id}'")
         rounds.member_of(self.state, island, epoch)
 
+    def here(self, fragment: int) -> None:
+        """Raises `Malformed` where another coordinator keeps a fragment."""
+        run, keeper = self.config.run, coordinator_of(fragment, self.config.run)
+        if keeper != run.coordinator_index:
+            raise Malformed(
+                f"coordinator {keeper} ({run.coordinators[keeper]}) keeps fragment {fragment}, and this is coordinator "
+                f"{run.coordinator_index}: ask that one"
+            )
+
     @property
     def step(self) -> int:
         """The furthest inner step that an active island has reported."""
@@ -473,7 +510,7 @@ class Run:
             ended = [0] * len(pairs)
             outers = await self.in_worker(lambda: [Outer.first(fragment, anchor) for fragment, anchor in pairs])
             failpoint("plant-begun")
-            await self._save(outers, ended)
+            await self._keeper.write(lambda fragment: contextlib.nullcontext((outers[fragment], 0)))
             failpoint("plant-saved")
             await self.take_in_turn(rounds.Seeded())
             failpoint("plant-recorded")
@@ -487,6 +524,7 @@ class Run:
         """How a round ended; waits at most `wait_s` for it, and returns none where it is still open."""
         if not 0 <= fragment < len(self.state.rounds):
             raise Malformed(f"fragment {fragment} has no rounds; there are {len(self.state.rounds)} fragments")
+        self.here(fragment)
 
         def known() -> bool:
             return (fragment, round_) in self.outcomes
@@ -500,8 +538,30 @@ class Run:
             return None
         return self.outcomes.get((fragment, round_))
 
-    def anchor(self, fragment: int) -> Outer:
-        """The outer state of a fragment as it stands. Its tensors never change, so they may be read at leisure."""
+    async def anchor(self, fragment: int, version: int | None) -> Pinned:
+        """The anchor of a fragment at `version` where that is still kept, else as it stands.
+
+        Raises:
+            Malformed: there is none.
+            Overload: its fold takes long.
+            OSError: the disk does not take the file that it is sent from.
+        """
         if not 0 <= fragment < len(self.outers):
             raise Malformed(f"fragment {fragment} has no anchor: the run has {len(self.outers)} seeded fragments")
-        return self.outers[fragment]
+        pin = self.anchors.find(fragment, version, self.outers[fragment].version)
+        if pin:
+            return pin
+        try:
+            async with asyncio.timeout(ANCHOR_S):
+                return await self.to_its_end(self._pin(fragment))
+        except TimeoutError:
+            raise Overload(f"fragment {fragment} is being folded", retry_after_s=DISK_RETRY_S) from None
+
+    async def _pin(self, fragment: int) -> Pinned:
+        async with self.still(fragment) as (outer, ended):
+            known = self.anchors.find(fragment, outer.version)  # somebody else may have asked meanwhile
+            if known:
+                return known
+            anchor = await self.in_worker(lambda: self.store.write_anchor(fragment, outer.version, outer.anchor))
+            pin = Pinned(version=outer.version, ended=ended, digest=outer.digest, anchor=anchor)
+            return self.anchors.keep(fragment, pin)

@@ -8,6 +8,7 @@ from typing import Any, cast, get_args
 import grpc
 
 from coordinator import rounds
+from coordinator.admission import LARGEST_WINDOW_BYTES
 from coordinator.answers import Context, answers, to_bytes
 from coordinator.bulk import Bulk
 from coordinator.desk import Desk, plain
@@ -25,9 +26,9 @@ from diloco.v1 import coordinator_pb2 as pb
 ISLAND_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """It becomes part of file names."""
 
-WINDOW_BYTES = 2 * 2**20
-"""What a stream may have sent that nobody here has read. With what is being taken that makes five chunks of 1 MiB; left
-to itself gRPC takes eight and more. It also bounds a stream's pace, to so much per round trip: 21 MB/s over 100 ms."""
+WINDOW_BYTES = LARGEST_WINDOW_BYTES
+"""What gRPC lets a stream send that nobody here has read: not to be in the way. Senders keep within `limits`
+(`Admission.window_bytes`); left to itself gRPC takes 16 MiB and more of each."""
 
 OPTIONS = [
     ("grpc.so_reuseport", 0),
@@ -124,6 +125,7 @@ class Service:
         run.lease(request.run_id, island, request.epoch)
         if fragment >= len(run.state.rounds):
             raise Malformed(f"there is no fragment {fragment} with rounds; the run has {len(run.state.rounds)}")
+        run.here(fragment)
         late = rounds.lateness(run.state, fragment, request.round)
         if late:
             return pb.Receipt(dropped=late)

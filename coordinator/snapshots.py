@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from diloco.config import RunConfig, load_run
 from diloco.digest import show
 from diloco.errors import ConfigError, DigestMismatch, EnvironmentFault, InputError, LayoutError
 from diloco.failpoints import failpoint
-from diloco.fragments import Fragment, partition
+from diloco.fragments import Fragment, kept, partition
 from diloco.layout import Layout, TensorSpec
 from diloco.settings import to_toml
 
@@ -30,7 +30,7 @@ TENSORS = ("anchor", "momentum", "residual")
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The outer state of a whole run at one moment."""
+    """The outer state of a whole run, as it was found. Each fragment is as it stood at a moment of its own."""
 
     config: RunConfig
     layout: Layout
@@ -39,12 +39,7 @@ class Snapshot:
     rounds: tuple[int, ...]
     """Rounds ended of each fragment."""
     last_epoch: int = 0
-    """Of the islands' leases at that moment; 0 where it is not known."""
-
-    @property
-    def commits(self) -> int:
-        """Commits that it holds."""
-        return sum(outer.version for outer in self.outers)
+    """Of the islands' leases at that time; 0 where it is not known."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The outer parameters: canonical name -> fp32 tensor of the full shape."""
@@ -58,46 +53,81 @@ class Snapshot:
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-def save(root: Path, snapshot: Snapshot, keep: int, files: Files = REAL) -> tuple[Path, tuple[int, ...]]:
-    """Writes a snapshot: fragment files that are not there yet, then the manifest; then removes old ones.
+class Draft:
+    """A snapshot that is being written, one fragment at a time; they may be of different moments.
 
-    Returns:
-        The manifest, and rounds ended of each fragment in the oldest snapshot kept: what came before it is no longer
-        needed.
-
-    Raises:
-        OSError: the disk is full or failed. What was kept before is still there; it may be tried again.
+    Args:
+        root: the state folder.
+        config, layout, fragments: of the run.
+        last_epoch: of the islands' leases.
+        files: how files are written.
     """
-    names = []
-    for fragment, outer in zip(snapshot.fragments, snapshot.outers, strict=True):
-        names.append(f"f{fragment.index:04d}-v{outer.version:08d}-{show(outer.digest)}.safetensors")
-        path = root / "fragments" / names[-1]
+
+    def __init__(
+        self,
+        root: Path,
+        config: RunConfig,
+        layout: Layout,
+        fragments: Sequence[Fragment],
+        last_epoch: int,
+        files: Files = REAL,
+    ) -> None:
+        self._root, self._files, self.fragments = root, files, fragments
+        self._head = {
+            "format": FORMAT,
+            "run_id": config.run.id,
+            "config_digest": config.digest,
+            "config_toml": to_toml(config),
+            "last_epoch": last_epoch,
+            "layout_digest": layout.digest,
+            "layout": [[s.name, list(s.shape), s.kind] for s in layout.tensors],
+        }
+        self._rows: list[dict[str, Any]] = []
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions of the fragments that it has."""
+        return [row["version"] for row in self._rows]
+
+    def add(self, outer: Outer, round_: int) -> None:
+        """Writes the file of the next fragment unless it is there. Its tensors must not change meanwhile.
+
+        Args:
+            outer: its outer state.
+            round_: rounds ended.
+
+        Raises:
+            OSError: the disk is full or failed.
+        """
+        fragment, digest = self.fragments[len(self._rows)], show(outer.digest)
+        name = f"f{fragment.index:04d}-v{outer.version:08d}-{digest}.safetensors"
+        path = self._root / "fragments" / name
         if not path.exists():
             tensors = {name: getattr(outer, name) for name in TENSORS}
-            files.save(path, tensors, {"xxh3_64": json.dumps(_checksums(fragment, tensors))})
-    files.sync(root / "fragments")  # also for files that an earlier try has left
-    failpoint("snapshot-fragments")
-    numbers = [number_of(path) for path in manifests(root)]
-    path = root / f"manifest-{(numbers[-1] if numbers else 0) + 1:08d}.json"
-    manifest = {
-        "format": FORMAT,
-        "run_id": snapshot.config.run.id,
-        "config_digest": snapshot.config.digest,
-        "config_toml": to_toml(snapshot.config),
-        "last_epoch": snapshot.last_epoch,
-        "layout_digest": snapshot.layout.digest,
-        "layout": [[s.name, list(s.shape), s.kind] for s in snapshot.layout.tensors],
-        "fragments": [
-            {"file": f, "version": o.version, "round": r, "digest": show(o.digest)}
-            for f, o, r in zip(names, snapshot.outers, snapshot.rounds, strict=True)
-        ],
-    }
-    files.write(path, json.dumps(manifest, indent=1).encode())
-    failpoint("snapshot-manifest")
-    for old, _ in _readable(root, files)[:-keep]:
-        files.unlink(old)
-    sweep(root, files)
-    return path, oldest_rounds(root, files)
+            self._files.save(path, tensors, {"xxh3_64": json.dumps(_checksums(fragment, tensors))})
+        self._rows.append({"file": name, "version": outer.version, "round": round_, "digest": digest})
+
+    def finish(self, keep: int) -> tuple[Path, tuple[int, ...]]:
+        """Writes the manifest once all fragments are there; then removes old snapshots.
+
+        Returns:
+            The manifest, and rounds ended of each fragment in the oldest snapshot kept: what came before it is no
+            longer needed.
+
+        Raises:
+            OSError: the disk is full or failed. What was kept before is still there; it may be tried again.
+        """
+        root, files = self._root, self._files
+        files.sync(root / "fragments")  # also for files that an earlier try has left
+        failpoint("snapshot-fragments")
+        numbers = [number_of(path) for path in manifests(root)]
+        path = root / f"manifest-{(numbers[-1] if numbers else 0) + 1:08d}.json"
+        files.write(path, json.dumps({**self._head, "fragments": self._rows}, indent=1).encode())
+        failpoint("snapshot-manifest")
+        for old, _ in _readable(root, files)[:-keep]:
+            files.unlink(old)
+        sweep(root, files)
+        return path, oldest_rounds(root, files)
 
 
 def oldest_rounds(root: Path, files: Files = REAL) -> tuple[int, ...]:
@@ -246,7 +276,7 @@ def load(path: Path, files: Files = REAL) -> Snapshot:
         manifest = read_manifest(path, files)
         config = load_run(manifest["config_toml"], str(path)).value
         layout = Layout(TensorSpec(name, tuple(shape), kind) for name, shape, kind in manifest["layout"])
-        fragments = partition(layout, config.sync)
+        fragments = kept(partition(layout, config.sync), config.run)
         rows = list(zip(fragments, manifest["fragments"], strict=True))
         rounds, last_epoch = tuple(int(row["round"]) for _, row in rows), int(manifest.get("last_epoch", 0))
     except (ConfigError, LayoutError, ValueError, KeyError, TypeError) as error:

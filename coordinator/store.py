@@ -6,12 +6,14 @@ ledger.sqlite            the facts of the run, in order, behind the state that t
 events.jsonl             every fact of the run since its beginning, for people to follow
 inbox/                   parts of contributions of open rounds; *.partial and *.sums are uploads under way
 updates/                 payloads of the last updates
+anchors/                 anchors that are being fetched; nothing needs them after a start
 fragments/               outer state of one fragment at one version (safetensors)
 manifest-NNNNNNNN.json   a snapshot: which fragment files, which layout, which run
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -20,12 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from torch import Tensor
 
-from coordinator import snapshots
 from coordinator.files import Files
 from coordinator.ledger import Ledger, Row
-from coordinator.snapshots import Snapshot
 from diloco.config import RunConfig
 from diloco.errors import DilocoError, EnvironmentFault, RunMismatch
 
@@ -48,7 +49,7 @@ class Store:
         self.root = root
         self.files = files or Files()
         try:
-            for name in ("inbox", "updates", "fragments"):
+            for name in ("inbox", "updates", "anchors", "fragments"):
                 (root / name).mkdir(parents=True, exist_ok=True)
             self._lock: IO[str] = (root / "lock").open("w")
         except OSError as error:
@@ -60,9 +61,9 @@ class Store:
             raise EnvironmentFault(
                 f"the state folder {root} is in use by another coordinator: stop it or name another --state"
             ) from None
-        for folder in ("updates", "fragments"):  # those in the inbox are uploads that go on
-            for stale in (root / folder).glob("*.partial"):
-                stale.unlink()
+        stale = ("updates/*.partial", "fragments/*.partial", "anchors/*")  # in the inbox they are uploads that go on
+        for path in (path for pattern in stale for path in root.glob(pattern)):
+            path.unlink()
         try:
             self.ledger = Ledger(root / "ledger.sqlite")
             self._last = self._shown = self.ledger.last()
@@ -161,11 +162,21 @@ class Store:
         self.files.unlink(self.update_path(fragment, round_ - UPDATES_KEPT))
         return path
 
-    # -- snapshots ------------------------------------------------------------------------------------------------
+    def write_anchor(self, fragment: int, version: int, anchor: Tensor) -> Tensor:
+        """Puts an anchor (fp32) aside for as long as somebody fetches it; returns it as a memory map of its file."""
+        path = self._anchor_path(fragment, version)
+        partial = path.with_suffix(".partial")
+        self.files.dump(partial, anchor.numpy())
+        self.files.rename(partial, path)
+        return self.files.map(path).view(torch.float32)
 
-    def save(self, snapshot: Snapshot, keep: int) -> tuple[Path, tuple[int, ...]]:
-        """Writes a snapshot; see `snapshots.save`."""
-        return snapshots.save(self.root, snapshot, keep, self.files)
+    def drop_anchor(self, fragment: int, version: int) -> None:
+        """Removes the file of an anchor; whoever has it mapped goes on. The next start removes one that stays."""
+        with contextlib.suppress(OSError):
+            self.files.unlink(self._anchor_path(fragment, version))
+
+    def _anchor_path(self, fragment: int, version: int) -> Path:
+        return self.root / "anchors" / f"f{fragment:04d}-v{version:08d}.bin"
 
 
 def _number(line: bytes) -> int:
@@ -182,6 +193,12 @@ def check_same_run(old: RunConfig, config: RunConfig, root: Path) -> None:
         raise RunMismatch(
             f"{root} holds run '{old.run.id}' (settings {old.digest[:12]}), not '{config.run.id}' "
             f"(settings {config.digest[:12]}): name another --state"
+        )
+    was, now = (f"{run.coordinator_index} of {run.coordinator_count}" for run in (old.run, config.run))
+    if was != now:
+        raise RunMismatch(
+            f"{root} is of coordinator {was}, and this is coordinator {now}: start it with the --index and as many "
+            "run.coordinators as before, or name another --state"
         )
     if old.digest != config.digest:
         raise RunMismatch(

@@ -1,13 +1,15 @@
 """Bulk streams on their way to files. What has come stays over cut lines, and over restarts of either side.
 
-An upload is known by its island, fragment, round, rank and the digest of its whole payload, not by the epoch: an island
-that starts again and makes the same bytes goes on where it stopped. While it arrives there are two files:
+An upload is known by its island, fragment, round and rank, not by the epoch: an island that starts again and makes the
+same bytes goes on where it stopped. Whether they are the same, the sender finds by the digest of what has come. While
+it arrives there are two files:
 
     <name>.partial   the payload, from its first byte
-    <name>.sums      a record for each chunk written: offset, length, XXH3-64 of its bytes with the offset as seed
+    <name>.sums      a record for each chunk written: offset, length, and its check (`diloco/framing.py`)
 
 Nothing is synced before the end, so after a power loss both may hold anything. They are therefore read again, chunk by
-chunk, when a coordinator first needs them; what is not as recorded is cut off.
+chunk, when a coordinator first needs them; what is not as recorded is cut off. Chunks that come again, as from a sender
+that asks nothing, are passed over; at the first that differs the payload goes on from there.
 """
 
 from __future__ import annotations
@@ -17,24 +19,26 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
-import xxhash
-
 from coordinator.files import Files
 from diloco.errors import CodecError, Overload
-from diloco.framing import CONTROL_LIMIT_BYTES, Assembly
+from diloco.failpoints import failpoint
+from diloco.framing import CONTROL_LIMIT_BYTES, END_BYTES, Assembly, unchunk
 
 P = ParamSpec("P")
 T = TypeVar("T")
 RETRY_S = 1.0
 """What a stream is told to wait that another one of the same upload is in the way of."""
+BEGIN_BYTES = 8 * 2**20
+"""So much is handed to the disk at a time while more is coming, so that little is left to sync at the end."""
+THREADS = max(1, min(4, os.cpu_count() or 1))
 _RECORD = struct.Struct("<QQQ")
-_NAME = re.compile(r"f(\d+)-r(\d+)-(.+)-(\d+)-(part|seed)-([0-9a-f]{32})")
+_NAME = re.compile(r"f(\d+)-r(\d+)-(.+)-(\d+)-(part|seed)")
 
 
 class Slot(NamedTuple):
@@ -46,41 +50,32 @@ class Slot(NamedTuple):
     rank: int
     seed: bool
 
-
-@dataclass(frozen=True)
-class Key:
-    """Which payload: its slot, and the XXH3-128 (hex) of all its bytes."""
-
-    slot: Slot
-    digest: str
-
     @property
     def name(self) -> str:
         """What its files are called."""
-        fragment, round_, island, rank, seed = self.slot
-        return f"f{fragment}-r{round_}-{island}-{rank}-{'seed' if seed else 'part'}-{self.digest}"
+        return f"f{self.fragment}-r{self.round}-{self.island}-{self.rank}-{'seed' if self.seed else 'part'}"
 
     @classmethod
-    def parse(cls, name: str) -> Key | None:
-        """The key that files are called after; none for other names."""
+    def parse(cls, name: str) -> Slot | None:
+        """The slot that files are called after; none for other names."""
         match = _NAME.fullmatch(name)
         if not match:
             return None
-        fragment, round_, island, rank, kind, digest = match.groups()
-        return cls(Slot(int(fragment), int(round_), island, int(rank), kind == "seed"), digest)
+        fragment, round_, island, rank, kind = match.groups()
+        return cls(int(fragment), int(round_), island, int(rank), kind == "seed")
 
 
 class Growing:
     """One payload as it grows, wherever its bytes are kept.
 
     Args:
-        key: which payload.
+        slot: where it belongs.
         total_bytes: its size as announced; none for one that an earlier coordinator began, until it is announced again.
         found_bytes: bytes that were found of such a one.
     """
 
-    def __init__(self, key: Key, total_bytes: int | None, found_bytes: int) -> None:
-        self.key, self.total_bytes = key, total_bytes
+    def __init__(self, slot: Slot, total_bytes: int | None, found_bytes: int) -> None:
+        self.slot, self.total_bytes = slot, total_bytes
         self._found_bytes = found_bytes
         self._assembly: Assembly | None = None
 
@@ -88,6 +83,12 @@ class Growing:
     def have(self) -> int:
         """Bytes that have come, from the first; of files that were only found, their size."""
         return self._assembly.have if self._assembly else self._found_bytes
+
+    @property
+    def digest(self) -> str:
+        """XXH3-128 (hex) of them; of one that was opened."""
+        assert self._assembly is not None
+        return self._assembly.digest
 
     @property
     def reserved(self) -> int:
@@ -99,6 +100,13 @@ class Growing:
         """Whether all bytes have come."""
         return self._assembly is not None and self.have == self.total_bytes
 
+    def check_complete(self) -> None:
+        """Raises `CodecError` where bytes or the end are missing."""
+        assert self._assembly is not None
+        self._assembly.check_complete()
+        if not self._assembly.ended:
+            raise CodecError("the stream ended before the digest of its payload")
+
 
 class Upload(Growing):
     """One payload as a growing file. All methods are called on one thread.
@@ -106,20 +114,24 @@ class Upload(Growing):
     Args:
         folder: where its files are.
         files: how the disk is written.
-        key: which payload.
+        slot: where it belongs.
         total_bytes: its size as announced; none for one that an earlier coordinator began, until it is announced again.
     """
 
-    def __init__(self, folder: Path, files: Files, key: Key, total_bytes: int | None) -> None:
+    def __init__(self, folder: Path, files: Files, slot: Slot, total_bytes: int | None) -> None:
         self._disk = files
-        self.path = folder / f"{key.name}.partial"
-        self._sums_path = folder / f"{key.name}.sums"
-        super().__init__(key, total_bytes, self.path.stat().st_size if total_bytes is None else 0)
-        self._hash = xxhash.xxh3_128()
-        self._records = 0
+        self.path = folder / f"{slot.name}.partial"
+        self._sums_path = folder / f"{slot.name}.sums"
+        super().__init__(slot, total_bytes, self.path.stat().st_size if total_bytes is None else 0)
+        self._records: dict[int, tuple[int, int]] = {}
+        """Length and check of the chunks that are here, by offset."""
         self._files: tuple[int, int] | None = None
+        self._begun = 0
+        """Bytes that the kernel was told to write to the disk."""
         self.stream: Stream | None = None
         """The stream that brings it now."""
+        self.watch: Callable[[int, memoryview], None] | None = None
+        """Is given what comes, with its offset."""
 
     def open(self) -> int:
         """Opens the files, reads them again if this coordinator has not written them, and returns what they have."""
@@ -127,62 +139,85 @@ class Upload(Growing):
             flags = os.O_RDWR | os.O_CREAT
             self._files = os.open(self.path, flags, 0o644), os.open(self._sums_path, flags, 0o644)
         if self._assembly is None:
-            self._assembly = self._reread(*self._files)
-        return self._assembly.have
+            self._go_back(*self._reread(self.total_bytes or 0))
+        return self.have
 
-    def look(self) -> int:
-        """How many bytes it has, as `open` finds it; leaves the files open only where they were."""
+    def look(self) -> tuple[int, str]:
+        """How many bytes it has, as `open` finds it, and their digest; leaves the files open only where they were."""
         opened = self._files is not None
         have = self.open()
         if not opened:
             self.close()
-        return have
+        return have, self.digest
 
-    def _reread(self, data: int, sums: int) -> Assembly:
-        """Finds how far the payload is as recorded, and cuts off the rest."""
-        assembly = Assembly(self.total_bytes or 0)
-        while len(record := os.pread(sums, _RECORD.size, self._records * _RECORD.size)) == _RECORD.size:
+    def _reread(self, until: int) -> tuple[Assembly, dict[int, tuple[int, int]]]:
+        """Finds how far the payload is as recorded, no further than byte `until`, where a chunk may begin."""
+        assert self._files is not None
+        data, sums = self._files
+        assembly, records = Assembly(self.total_bytes or 0), dict[int, tuple[int, int]]()
+        while len(record := os.pread(sums, _RECORD.size, len(records) * _RECORD.size)) == _RECORD.size:
             offset, length, check = _RECORD.unpack(record)
-            left = assembly.total_bytes - assembly.have
-            if offset != assembly.have or not 0 < length <= min(left, CONTROL_LIMIT_BYTES):
+            if offset != assembly.have or not 0 < length <= min(until - offset, CONTROL_LIMIT_BYTES):
                 break
             block = os.pread(data, length, offset)
-            if len(block) != length or xxhash.xxh3_64_intdigest(block, seed=offset) != check:
+            if len(block) != length or not assembly.fits(memoryview(block), check):
                 break
-            self._hash.update(block)
-            self._records += 1
-            assembly.have += length
-        os.ftruncate(data, assembly.have)
-        os.ftruncate(sums, self._records * _RECORD.size)
-        return assembly
+            assembly.took()
+            records[offset] = length, check
+        return assembly, records
+
+    def _go_back(self, assembly: Assembly, records: dict[int, tuple[int, int]]) -> None:
+        """Takes that for what has come, and cuts off the rest."""
+        assert self._files is not None
+        self._assembly, self._records = assembly, records
+        os.ftruncate(self._files[0], self.have)
+        os.ftruncate(self._files[1], len(self._records) * _RECORD.size)
+        self._begun = min(self._begun, self.have)
 
     def add(self, message: bytes) -> bool:
-        """Takes one chunk; returns whether it brought anything new.
+        """Takes one chunk, or the end; returns whether it brought anything new.
 
         Raises:
             CodecError: it is damaged, leaves a gap, or is more than was announced.
             OSError: the disk does not take it; it may come again.
         """
         assert self._assembly is not None
-        assert self._files is not None
-        fresh, have = self._assembly.fresh(message), self._assembly.have
-        if not len(fresh):
+        if len(message) == END_BYTES:
+            self._assembly.check_complete()
+            self._assembly.end(message)
             return False
-        data, sums = self._files
-        self._disk.write_at(data, fresh, have)
-        record = _RECORD.pack(have, len(fresh), xxhash.xxh3_64_intdigest(fresh, seed=have))
-        self._disk.write_at(sums, memoryview(record), self._records * _RECORD.size)
-        self._hash.update(fresh)
-        self._records += 1
-        self._assembly.have += len(fresh)
+        offset, check, payload = unchunk(message)
+        if self._records.get(offset) == (len(payload), check):
+            return False
+        if offset < self.have:
+            earlier = self._reread(offset)
+            fresh = earlier[0].fresh(message)
+            self._go_back(*earlier)
+        else:
+            fresh = self._assembly.fresh(message)
+        self._write(fresh, check)
         return True
 
-    def check_complete(self) -> None:
-        """Raises `CodecError` where bytes are missing, or are not those whose digest was announced."""
+    def _write(self, fresh: memoryview, check: int) -> None:
         assert self._assembly is not None
-        self._assembly.check_complete()
-        if self._hash.hexdigest() != self.key.digest:
-            raise CodecError(f"the payload has digest {self._hash.hexdigest()}, and {self.key.digest} was announced")
+        assert self._files is not None
+        have, (data, sums) = self.have, self._files
+        self._disk.write_at(data, fresh, have)
+        record = _RECORD.pack(have, len(fresh), check)
+        self._disk.write_at(sums, memoryview(record), len(self._records) * _RECORD.size)
+        self._records[have] = len(fresh), check
+        self._assembly.took()
+        if self.watch:
+            self.watch(have, fresh)
+        if self.have - self._begun >= BEGIN_BYTES or self.whole:
+            self._disk.start_writing(data, self._begun, self.have - self._begun)
+            self._begun = self.have
+
+    def add_all(self, messages: Iterable[bytes]) -> None:
+        """Takes messages, in their order. Raises as `add` does; what came before stays."""
+        for message in messages:
+            self.add(message)
+            failpoint("push-chunk")
 
     def publish(self, path: Path) -> Path:
         """Makes the bytes durable under `path`."""
@@ -217,21 +252,21 @@ class Stream:
 class Uploads:
     """All uploads that have begun and are not over: one per slot, each with at most one stream.
 
-    Used on one loop; files are touched on a thread of its own, in order. So what a stream that was cut off had still
-    to write is written before the next stream of the same upload begins.
+    Used on one loop; the files of a slot are touched on one thread, in order. So what a stream that was cut off had
+    still to write is written before the next stream of the same slot begins.
     """
 
     def __init__(self, folder: Path, files: Files) -> None:
         self._folder, self._files = folder, files
         self._uploads: dict[Slot, Upload] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="uploads")
+        self._threads = [ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"uploads {i}") for i in range(THREADS)]
         for path in sorted(folder.glob("*.partial")):
-            key = Key.parse(path.stem)
-            if key is None or key.slot in self._uploads:
+            slot = Slot.parse(path.stem)
+            if slot is None:
                 path.unlink()
             else:
-                self._uploads[key.slot] = Upload(folder, files, key, None)
-        names = {upload.key.name for upload in self._uploads.values()}
+                self._uploads[slot] = Upload(folder, files, slot, None)
+        names = {slot.name for slot in self._uploads}
         for path in folder.glob("*.sums"):
             if path.stem not in names:
                 path.unlink()
@@ -246,26 +281,29 @@ class Uploads:
         """What all uploads have still to bring."""
         return sum(upload.reserved - upload.have for upload in self._uploads.values())
 
-    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs a method of an upload on the thread of files."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
+    def run(self, slot: Slot, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Runs a method of an upload on the thread of its slot, after what was given to it before."""
+        return asyncio.get_running_loop().run_in_executor(self._thread(slot), lambda: work(*args, **kwargs))
 
-    def find(self, key: Key, total_bytes: int) -> Upload | None:
-        """The upload of this payload, if it has begun."""
-        upload = self._uploads.get(key.slot)
-        if upload is None or upload.key != key or upload.total_bytes not in (None, total_bytes):
+    def _thread(self, slot: Slot) -> ThreadPoolExecutor:
+        return self._threads[hash(slot) % THREADS]
+
+    def find(self, slot: Slot, total_bytes: int) -> Upload | None:
+        """The upload of a payload of this size, if it has begun."""
+        upload = self._uploads.get(slot)
+        if upload is None or upload.total_bytes not in (None, total_bytes):
             return None
         upload.total_bytes = total_bytes
         return upload
 
-    async def supersede(self, key: Key) -> None:
+    async def supersede(self, slot: Slot) -> None:
         """Ends the stream that brings something to the same slot: its line is dead, or its sender has started again.
 
         Raises:
             Overload: it does not end at once, or all bytes have come and are being stored: the answer comes with the
                 next try.
         """
-        while (upload := self._uploads.get(key.slot)) and (stream := upload.stream):
+        while (upload := self._uploads.get(slot)) and (stream := upload.stream):
             if stream.storing:
                 raise Overload("all bytes have come and are being stored: ask again", retry_after_s=RETRY_S)
             stream.superseded = True
@@ -278,14 +316,14 @@ class Uploads:
                     "an older stream of this part has yet to end: ask again", retry_after_s=RETRY_S
                 ) from None
 
-    def begin(self, key: Key, total_bytes: int) -> tuple[Upload, Stream]:
-        """Gives the calling task the upload of a payload; what was kept for its slot before, if other, goes."""
-        upload = self.find(key, total_bytes)
+    def begin(self, slot: Slot, total_bytes: int) -> tuple[Upload, Stream]:
+        """Gives the calling task the upload of a payload; what was kept for its slot before, of another size, goes."""
+        upload = self.find(slot, total_bytes)
         if upload is None:
-            other = self._uploads.get(key.slot)
+            other = self._uploads.get(slot)
             if other:
-                self._thread.submit(other.discard)
-            upload = self._uploads[key.slot] = Upload(self._folder, self._files, key, total_bytes)
+                self._thread(slot).submit(other.discard)
+            upload = self._uploads[slot] = Upload(self._folder, self._files, slot, total_bytes)
         task = asyncio.current_task()
         assert task is not None
         assert upload.stream is None
@@ -297,17 +335,17 @@ class Uploads:
         assert upload.stream is not None
         upload.stream.ended.set()
         upload.stream = None
-        self._thread.submit(upload.close)
+        self._thread(upload.slot).submit(upload.close)
 
     async def drop(self, upload: Upload) -> None:
         """Forgets an upload and removes its files."""
-        if self._uploads.get(upload.key.slot) is upload:
-            del self._uploads[upload.key.slot]
-        await self.run(upload.discard)
+        if self._uploads.get(upload.slot) is upload:
+            del self._uploads[upload.slot]
+        await self.run(upload.slot, upload.discard)
 
     async def prune(self, over: Callable[[Slot], bool]) -> None:
         """Drops uploads that are over and that no stream brings."""
-        for upload in [u for u in self._uploads.values() if over(u.key.slot)]:
+        for upload in [u for u in self._uploads.values() if over(u.slot)]:
             if upload.stream is None:
                 await self.drop(upload)
 
@@ -315,4 +353,5 @@ class Uploads:
         """Drops what is over, and ends the thread once it has written what it is at; what is under way stays."""
         with contextlib.suppress(OSError):  # a start finds what a failing disk does not let go
             await self.prune(over)
-        self._thread.shutdown()
+        for thread in self._threads:
+            thread.shutdown()

@@ -21,7 +21,7 @@ def run_state(run: Run, island: str = "", *, newcomer: bool = False) -> pb.RunSt
     return pb.RunState(
         phase=run.state.phase,
         reason=phase_reason(run.state),
-        fragments=[_fragment(run, fragment) for fragment in range(len(run.fragments))],
+        fragments=[_fragment(run, fragment.index) for fragment in run.fragments if not fragment.elsewhere],
         seeder=run.state.seeder,
         step=run.step if newcomer else 0,
         directive=directive,
@@ -57,13 +57,17 @@ def _fragment(run: Run, fragment: int) -> pb.FragmentState:
 
 
 def contributed(run: Run, island: str) -> list[pb.Contributed]:
-    """What became of an island's contributions to each fragment that moves."""
-    found = [rounds.contributed(run.state, fragment, island) for fragment in range(len(run.state.rounds))]
+    """What became of an island's contributions to each fragment that moves and is kept here."""
+    found = {
+        fragment: rounds.contributed(run.state, fragment, island)
+        for fragment in range(len(run.state.rounds))
+        if fragment not in run.state.schedule.elsewhere
+    }
     return [
         pb.Contributed(
             fragment=fragment, oldest_round=oldest, open_round=run.state.rounds[fragment].round, rounds=counted
         )
-        for fragment, (oldest, counted) in enumerate(found)
+        for fragment, (oldest, counted) in found.items()
     ]
 
 

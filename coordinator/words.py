@@ -95,7 +95,8 @@ def explain(state: State, now: float, fragment: int | None = None) -> Iterator[s
     reason = phase_reason(state)
     halted = bool(state.stopping or state.paused)
     yield f"The run is {reason}." if halted else f"The run is {state.phase}" + (f": {reason}." if reason else ".")
-    for number in range(len(state.rounds)) if fragment is None else [fragment]:
+    kept = [f for f in range(len(state.rounds)) if f not in state.schedule.elsewhere]
+    for number in kept if fragment is None else [fragment]:
         yield from _round(state, number, now)
     for member in sorted(state.members.values(), key=lambda m: m.id):
         if member.standing in (Standing.SUSPECT, Standing.DRAINING, Standing.LOST, Standing.LEFT):

@@ -7,6 +7,7 @@ cannot disagree. What is local to an island is in `island/config.py`.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Address = Annotated[str, Field(pattern=r"^[^\s/]+:[0-9]{1,5}$")]
 Strategy = Literal["whole", "sequential", "strided", "balanced"]
 BufferPolicy = Literal["local", "average", "first"]
 Weighting = Literal["tokens", "uniform"]
@@ -48,6 +50,34 @@ class RunSection(Settings):
     """Seeds the first parameters and the order of the data."""
     steps: Positive = 1000
     """Inner steps that every island takes in the run."""
+    coordinators: tuple[Address, ...] = ()
+    """Where islands reach coordinator 0, 1 and so on, each as HOST:PORT; empty: there is one, at the address that
+    islands are given. Fragment f belongs to coordinator f modulo their number. A run keeps their number; an address
+    may change when the coordinators and the islands are started again."""
+    coordinator_index: NonNegative = 0
+    """Which of `coordinators` this one is. `diloco coordinator --index` sets it, so that all start with one file."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> RunSection:
+        if self.coordinator_index >= self.coordinator_count:
+            last = self.coordinator_count - 1
+            raise ValueError(
+                f"run.coordinator_index ({self.coordinator_index}) names none of run.coordinators "
+                f"({self.coordinator_count} of them): set run.coordinator_index={last} or less (--index), or add its "
+                "address to run.coordinators"
+            )
+        apart = list(dict.fromkeys(self.coordinators))
+        if len(apart) < len(self.coordinators):
+            raise ValueError(
+                f"run.coordinators names an address twice, and each coordinator has its own: "
+                f"set run.coordinators={json.dumps(apart)}"
+            )
+        return self
+
+    @property
+    def coordinator_count(self) -> int:
+        """Coordinators among which the fragments of the run are spread."""
+        return max(1, len(self.coordinators))
 
 
 class ModelConfig(Settings):
@@ -279,9 +309,13 @@ class LimitsConfig(Settings):
     islands: Positive = 256
     """Islands that may hold a lease at a time."""
     streams: Positive = 64
-    """Bulk streams served at a time, uploads and downloads together. One holds up to 5 chunks of 1 MiB in memory."""
+    """Bulk streams served at a time, uploads and downloads together."""
     streams_per_island: Positive = 16
     """Bulk streams of one island at a time; at least its ranks, so that each can send."""
+    receive_bytes: Positive = 320 * 2**20
+    """What all senders together may have under way to the coordinator: it may wait in its memory. Each stream gets an
+    equal share, of 256 KiB to 64 MiB, and its sender uses as much of that as its link needs. A stream moves no more
+    than its share per round trip: 64 streams of 5 MiB bring 50 MB/s each where that takes 100 ms, one stream 640."""
     disk_bytes: NonNegative = 0
     """Contributions and updates kept in the state folder; 0 for no limit but the disk."""
     disk_free_bytes: NonNegative = 256 * 2**20
@@ -320,12 +354,25 @@ class RunConfig(Settings):
                 f"({self.rounds.start_islands}), so a run that starts could never commit: "
                 f"set rounds.quorum={self.rounds.start_islands} or rounds.start_islands={self.rounds.quorum}"
             )
+        if self.run.coordinator_count > self.sync.fragments:
+            raise ValueError(
+                f"run.coordinators ({self.run.coordinator_count} of them) are more than sync.fragments "
+                f"({self.sync.fragments}), so one would have nothing to do; have more fragments, or name fewer: "
+                f"set run.coordinators={json.dumps(self.run.coordinators[: self.sync.fragments])}"
+            )
         return self
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the canonical TOML of what islands must agree on: all but `snapshot` and `limits`."""
-        agreed = self.model_copy(update={"snapshot": SnapshotConfig(), "limits": LimitsConfig()})
+        """SHA-256 (hex) of the canonical TOML of what islands must agree on.
+
+        That is all but `snapshot`, `limits`, which coordinator this is, and where they are; their number is part of it.
+        """
+        spread = (
+            tuple(f"coordinator:{i}" for i in range(self.run.coordinator_count)) if self.run.coordinators[1:] else ()
+        )
+        run = self.run.model_copy(update={"coordinators": spread, "coordinator_index": 0})
+        agreed = self.model_copy(update={"run": run, "snapshot": SnapshotConfig(), "limits": LimitsConfig()})
         return hashlib.sha256(to_toml(agreed).encode()).hexdigest()
 
 

@@ -24,7 +24,7 @@ residuals that are older than the last round which counts are forgotten, since w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -32,6 +32,9 @@ import torch
 from torch import Tensor
 
 from diloco.codec import Codec
+
+AT_ONCE = 2**20
+"""Values of a tensor that are encoded at a time, so that the first bytes leave early."""
 
 
 class Fate(Enum):
@@ -138,13 +141,20 @@ class Feedback:
         self._flight = {}
         self._fate = Fate.UNKNOWN
 
-    def encode(self, piece: int, moved: Tensor, codec: Codec, payload: Tensor) -> None:
-        """Encodes a piece's pseudo-gradient (fp32 [n], kept) with its residual into `payload`."""
-        total = torch.add(moved, self.residual(piece, moved.numel()), alpha=self._decay)
-        codec.encode(total, payload)
-        left = torch.empty_like(total)
-        codec.decode(payload, left)
-        self._flight[piece] = moved, torch.sub(total, left, out=left)
+    def encode(self, piece: int, moved: Tensor, codec: Codec, payload: Tensor) -> Iterator[Tensor]:
+        """Encodes a piece's pseudo-gradient (fp32 [n], kept) with its residual into `payload`; yields it as it is made.
+
+        The contribution is complete once all has been asked for.
+        """
+        residual, left = self._residuals.get(piece), torch.empty_like(moved)
+        for values, bytes_ in codec.slices(moved.numel(), AT_ONCE):
+            before = 0.0 if residual is None else residual[values]
+            total = torch.add(moved[values], before, alpha=self._decay)
+            codec.encode(total, payload[bytes_])
+            codec.decode(payload[bytes_], left[values])
+            torch.sub(total, left[values], out=left[values])
+            yield payload[bytes_]
+        self._flight[piece] = moved, left
 
     @property
     def fate(self) -> Fate:

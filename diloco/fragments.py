@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from functools import cached_property
 from itertools import accumulate
 
-from diloco.config import SyncConfig
+from diloco.config import RunSection, SyncConfig
 from diloco.errors import ConfigError, LayoutError
 from diloco.layout import Layout, TensorSpec
 
@@ -18,7 +18,10 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 @dataclass(frozen=True)
 class Fragment:
-    """Tensors synchronised together. Its flat order is the tensors' own, one after the other."""
+    """Tensors synchronised together. Its flat order is the tensors' own, one after the other.
+
+    At a coordinator, a fragment that another one keeps is empty: it has a number and no tensors.
+    """
 
     index: int
     tensors: tuple[int, ...]
@@ -39,6 +42,27 @@ class Fragment:
     def numel(self) -> int:
         """Elements of the fragment."""
         return sum(spec.numel for spec in self.specs)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another coordinator keeps it."""
+        return not self.tensors
+
+
+def coordinator_of(fragment: int, run: RunSection) -> int:
+    """The coordinator that keeps a fragment: f modulo their number.
+
+    Fragments that sync one after the other thus go to different coordinators, and it is known before any layout is.
+    """
+    return fragment % run.coordinator_count
+
+
+def kept(fragments: Sequence[Fragment], run: RunSection) -> tuple[Fragment, ...]:
+    """The fragments of a run as coordinator `run.coordinator_index` has them: those of the others are empty."""
+    return tuple(
+        fragment if coordinator_of(fragment.index, run) == run.coordinator_index else Fragment(fragment.index, (), ())
+        for fragment in fragments
+    )
 
 
 def partition(layout: Layout, sync: SyncConfig) -> tuple[Fragment, ...]:

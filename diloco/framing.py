@@ -1,13 +1,15 @@
-"""What a bulk stream is made of: a serialized header, then chunks with an offset and a checksum each.
+"""What a bulk stream is made of: a serialized header, then chunks, and at the end of a push the payload's digest.
 
-A chunk is 8 bytes offset of its first byte in the whole payload, 8 bytes XXH3-64 of its payload with that offset as
-seed (both little-endian), and then the payload. The headers are in `proto/`.
+A chunk is 8 bytes offset of its first byte in the whole payload, 8 bytes check, and then its bytes. The check is the
+lower half of the XXH3-128 of the whole payload up to the end of the chunk: so it vouches for all that came before it
+as well, and one pass over the bytes gives both it and the digest. The end of a push is the 16
+bytes of that digest, and so shorter than any chunk. Integers are little-endian. The headers are in `proto/`.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import xxhash
@@ -17,7 +19,7 @@ from diloco.errors import CodecError, LayoutError
 from diloco.layout import Box, Layout, Piece
 from diloco.v1 import coordinator_pb2 as pb
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the protocol that this code speaks."""
 SERVICE = "diloco.v1.Coordinator"
 CONTROL_LIMIT_BYTES = 16 * 2**20
@@ -28,41 +30,55 @@ RETRY_AFTER = "diloco-retry-after-ms"
 _FRAME = struct.Struct("<QQ")
 FRAME_BYTES = _FRAME.size
 """Bytes of a chunk before its payload."""
+END_BYTES = 16
+"""Bytes of the end of a push."""
 
 
-def chunk(payload: memoryview, offset: int) -> bytes:
-    """One message of a bulk stream: the bytes of the whole payload from `offset`."""
-    return b"".join((_FRAME.pack(offset, xxhash.xxh3_64_intdigest(payload, seed=offset)), payload))
+def check_of(whole: xxhash.xxh3_128) -> int:
+    """The check of the chunk that a digest has taken last."""
+    return whole.intdigest() & (2**64 - 1)
 
 
-def unchunk(message: bytes) -> tuple[int, memoryview]:
-    """(offset, payload) of one message. Raises `CodecError` where it is torn or damaged."""
-    payload = memoryview(message)[FRAME_BYTES:]
-    if len(message) >= FRAME_BYTES:
-        offset, check = _FRAME.unpack_from(message)
-        if check == xxhash.xxh3_64_intdigest(payload, seed=offset):
-            return offset, payload
-    raise CodecError(f"a chunk of {len(message)} bytes is damaged: its checksum does not match")
+def chunk(payload: memoryview, offset: int, whole: xxhash.xxh3_128) -> bytes:
+    """One message of a bulk stream: the bytes of the whole payload from `offset`, of which `whole` has taken those
+    before, and takes these."""
+    whole.update(payload)
+    return b"".join((_FRAME.pack(offset, check_of(whole)), payload))
+
+
+def unchunk(message: bytes) -> tuple[int, int, memoryview]:
+    """(offset, check, payload) of one message. Raises `CodecError` where it is torn."""
+    if len(message) <= FRAME_BYTES:
+        raise CodecError(f"a chunk of {len(message)} bytes is damaged: it has no payload")
+    return (*_FRAME.unpack_from(message), memoryview(message)[FRAME_BYTES:])
 
 
 def chunks(
-    parts: Iterable[Tensor], chunk_bytes: int, first_byte: int = 0, end_byte: int | None = None
+    parts: Iterable[Tensor],
+    chunk_bytes: int | Callable[[], int],
+    first_byte: int = 0,
+    end_byte: int | None = None,
+    *,
+    ended: bool = False,
 ) -> Iterator[bytes]:
     """Cuts payloads (uint8, contiguous) into messages of at most `chunk_bytes`, filled across their borders.
 
     Args:
         parts: the whole payload, in order.
-        chunk_bytes: payload of one message.
-        first_byte: where the first message begins; what is before it is left out.
+        chunk_bytes: payload of one message; or what says so anew for each.
+        first_byte: where the first message begins; what is before it is only hashed.
         end_byte: where the last message ends; none for the end of the payload.
+        ended: whether the end of a push follows.
     """
+    whole, size = xxhash.xxh3_128(), chunk_bytes if callable(chunk_bytes) else lambda: chunk_bytes
     waiting: list[memoryview] = []
-    room, skip, offset = chunk_bytes, first_byte, first_byte
+    room, skip, offset = size(), first_byte, first_byte
     left = end_byte - first_byte if end_byte is not None else None
     for part in parts:
         view = memoryview(part.numpy().data)
-        skipped = min(skip, len(view))
-        skip, view = skip - skipped, view[skipped:]
+        skipped, view = view[:skip], view[skip:]
+        skip -= len(skipped)
+        whole.update(skipped)
         if left is not None:
             view = view[:left]
             left -= len(view)
@@ -71,16 +87,39 @@ def chunks(
             waiting.append(taken)
             room -= len(taken)
             if not room:
-                yield chunk(_joined(waiting), offset)
-                waiting, room, offset = [], chunk_bytes, offset + chunk_bytes
+                full, waiting = _joined(waiting), []
+                yield chunk(full, offset, whole)
+                room, offset = size(), offset + len(full)
         if left == 0:
             break
     if waiting:
-        yield chunk(_joined(waiting), offset)
+        last = _joined(waiting)
+        yield chunk(last, offset, whole)
+        offset += len(last)
+    if ended:
+        yield whole.digest()
 
 
 def _joined(views: list[memoryview]) -> memoryview:
     return views[0] if len(views) == 1 else memoryview(b"".join(views))
+
+
+def digest_of(parts: Iterable[Tensor], length: int) -> str:
+    """XXH3-128 (hex) of the first `length` bytes of a payload."""
+    whole, left = xxhash.xxh3_128(), length
+    for part in parts:
+        whole.update(part.numpy().data[:left])
+        left -= min(left, part.numel())
+        if not left:
+            break
+    return whole.hexdigest()
+
+
+def read_end(message: bytes) -> str:
+    """The digest (hex) at the end of a push. Raises `CodecError` for other messages."""
+    if len(message) != END_BYTES:
+        raise CodecError(f"a push ends with {END_BYTES} bytes, not {len(message)}")
+    return message.hex()
 
 
 class Assembly:
@@ -88,26 +127,56 @@ class Assembly:
 
     Args:
         total_bytes: bytes of the whole payload.
-        have: bytes of it, from its first, that are here already.
     """
 
-    def __init__(self, total_bytes: int, have: int = 0) -> None:
-        self.total_bytes, self.have = total_bytes, have
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.have = 0
+        """Bytes that are here, from the first."""
+        self.ended = False
+        """Whether the end of the push has come, and is right."""
+        self._whole = self._next = xxhash.xxh3_128()
+        self._next_have = 0
+
+    @property
+    def digest(self) -> str:
+        """XXH3-128 (hex) of the bytes that are here."""
+        return self._whole.hexdigest()
 
     def fresh(self, message: bytes) -> memoryview:
-        """What a message adds at `have`: all of its payload, the end of it, or nothing where that is here already.
-
-        The holder stores it, then moves `have` on.
+        """What a message adds at `have`. The holder stores it, then calls `took`.
 
         Raises:
-            CodecError: the message is damaged, leaves a gap, or goes beyond the end.
+            CodecError: the message is damaged, is of another place, or goes beyond the end.
         """
-        offset, payload = unchunk(message)
+        offset, check, payload = unchunk(message)
+        if offset != self.have:
+            raise CodecError(f"a chunk begins at byte {offset}, and {self.have} bytes have come")
         if offset + len(payload) > self.total_bytes:
             raise CodecError(f"more than the {self.total_bytes} bytes that the header announced")
-        if offset > self.have:
-            raise CodecError(f"a chunk begins at byte {offset}, and only {self.have} bytes have come: some are missing")
-        return payload[self.have - offset :]
+        if not self.fits(payload, check):
+            raise CodecError(f"a chunk of {len(message)} bytes is damaged: its checksum does not match")
+        return payload
+
+    def fits(self, payload: memoryview, check: int) -> bool:
+        """Whether bytes go on at `have` and have that check; then `took` counts them."""
+        following = self._whole.copy()
+        following.update(payload)
+        if check_of(following) != check:
+            return False
+        self._next, self._next_have = following, self.have + len(payload)
+        return True
+
+    def took(self) -> None:
+        """Counts what came last: it is stored."""
+        self._whole, self.have = self._next, self._next_have
+
+    def end(self, message: bytes) -> None:
+        """Takes the end of a push. Raises `CodecError` where it is not of the bytes that have come."""
+        digest = read_end(message)
+        if digest != self.digest:
+            raise CodecError(f"the payload has digest {self.digest}, and {digest} was announced")
+        self.ended = True
 
     def check_complete(self) -> None:
         """Raises `CodecError` where bytes are missing."""
@@ -132,7 +201,7 @@ class Collector:
         """Takes one message; raises what `Assembly.fresh` does."""
         fresh, have = self._assembly.fresh(message), self.have
         self._view[have : have + len(fresh)] = fresh
-        self._assembly.have += len(fresh)
+        self._assembly.took()
 
     def finish(self) -> Tensor:
         """The whole payload. Raises `CodecError` where bytes are missing."""

@@ -8,16 +8,19 @@ Anchors are fp32 on the CPU (pinned where there is CUDA), so a device holds no m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from diloco.buffers import Buffers
 from diloco.codec import Choice
 from diloco.digest import combine, digest
 from diloco.errors import CodecError, DivergedError, LayoutError
-from diloco.feedback import Counted, Ending, Fate, Feedback
+from diloco.feedback import AT_ONCE, Counted, Ending, Fate, Feedback
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece, TensorSpec
 
@@ -60,7 +63,8 @@ class Staged:
     """Local parameters of a fragment's owned pieces, on their way to the CPU."""
 
     copies: list[Tensor]
-    """fp32, CPU (pinned with CUDA), one per owned piece."""
+    """fp32, CPU (pinned with CUDA), one per owned piece: views of `buffer`."""
+    buffer: Tensor
     copied: torch.cuda.Event | None
     """With CUDA, what says that the copies are complete."""
 
@@ -103,6 +107,11 @@ class Replica:
         self.position = [Position(0, 0) for _ in fragments]
         self.feedback = [Feedback(feedback_decay) for _ in fragments] if up.feedback and feedback_decay else None
         """Per fragment, what codecs dropped of this rank's contributions; None where all drop little."""
+        pinned = any(h.local.is_cuda for h in pieces)
+        self._buffers = Buffers(torch.float32, pinned=pinned)
+        """For staged parameters and decoded updates: at most two idle ones of the size of the largest fragment."""
+        self._staged: dict[int, Tensor] = {}
+        """Of fragments whose contribution is in flight, what holds the pseudo-gradient."""
         self.taken: list[int | None] = [None] * len(fragments)
         """Rounds whose outcome this rank's owned anchors hold: ahead of `position` while an update is on its way into
         training. None where the anchors are no version of the run's."""
@@ -124,18 +133,19 @@ class Replica:
         done and what it will do.
         """
         owned = self.owned(fragment)
-        copies = [torch.empty_like(h.anchor, pin_memory=h.local.is_cuda) for h in owned]
+        buffer = self._buffers.take(sum(h.box.numel for h in owned))
+        copies = _views(buffer, owned)
         if not any(h.local.is_cuda for h in owned):
             for copy, held in zip(copies, owned, strict=True):
                 copy.copy_(held.local)
-            return Staged(copies=copies, copied=None)
+            return Staged(copies=copies, buffer=buffer, copied=None)
         training, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(training)
         with torch.cuda.stream(side):
             for copy, held in zip(copies, owned, strict=True):
                 copy.copy_(held.local, non_blocking=True)
         training.wait_stream(side)
-        return Staged(copies=copies, copied=side.record_event())
+        return Staged(copies=copies, buffer=buffer, copied=side.record_event())
 
     def finite(self, fragment: int) -> bool:
         """Whether all local parameters of the owned pieces are finite. Waits once for the device."""
@@ -146,12 +156,14 @@ class Replica:
         """Bytes that this rank sends for one contribution."""
         return sum(self.up.of(h.spec).size(h.box.numel) for h in self.owned(fragment))
 
-    def encode(self, fragment: int, staged: Staged, round_: int = 0) -> Iterator[Tensor]:
-        """Turns staged parameters into the payload of a contribution, piece by piece (uint8).
+    def encode(self, fragment: int, staged: Staged, round_: int = 0, payload: Tensor | None = None) -> Iterator[Tensor]:
+        """Turns staged parameters into the payload of a contribution; yields it bit by bit, as it is made.
 
         The pseudo-gradient is anchor minus local, in fp32: a descent direction (DiLoCo, algorithm 1). It is taken in
-        the staged copies, which are used up one by one, so that no more than one piece is held twice; with error
-        feedback they are kept until the round has ended.
+        the staged copies, which are used up; with error feedback they are kept until the round has ended.
+
+        Args:
+            payload: where it is written, uint8 [contribution_size(fragment)]; a fresh buffer if there is none.
 
         Raises:
             DivergedError: a pseudo-gradient that is not finite.
@@ -161,18 +173,22 @@ class Replica:
         feedback = self.feedback[fragment] if self.feedback else None
         if feedback:
             feedback.begin(round_)
-        for number, held in enumerate(self.owned(fragment)):
-            copy = staged.copies.pop(0)
-            pseudo_gradient = torch.sub(held.anchor, copy, out=copy).view(-1)
-            if not torch.isfinite(pseudo_gradient).all():
-                raise DivergedError(f"the pseudo-gradient of '{held.spec.name}' is not finite", tensor=held.spec.name)
-            codec = self.up.of(held.spec)
-            payload = torch.empty(codec.size(held.box.numel), dtype=torch.uint8)
+            self._staged[fragment] = staged.buffer
+        if payload is None:
+            payload = torch.empty(self.contribution_size(fragment), dtype=torch.uint8)
+        for number, (held, copy) in enumerate(zip(self.owned(fragment), staged.copies, strict=True)):
+            codec, anchor, moved = self.up.of(held.spec), held.anchor.view(-1), copy.view(-1)
+            part, payload = payload[: codec.size(moved.numel())], payload[codec.size(moved.numel()) :]
             if feedback and codec.feedback:
-                feedback.encode(number, pseudo_gradient, codec, payload)
-            else:
-                codec.encode(pseudo_gradient, payload)
-            yield payload
+                _subtract(anchor, moved, held)
+                yield from feedback.encode(number, moved, codec, part)
+                continue
+            for values, bytes_ in codec.slices(moved.numel(), AT_ONCE):
+                _subtract(anchor[values], moved[values], held)
+                codec.encode(moved[values], part[bytes_])
+                yield part[bytes_]
+        if not feedback:
+            self._buffers.give(staged.buffer)
 
     def fate(self, fragment: int) -> Fate:
         """What this rank has heard of the contribution in flight; of none at all, that it counts."""
@@ -187,6 +203,8 @@ class Replica:
         """Settles what the codec dropped of a contribution whose round has ended; nothing where there was none."""
         if self.feedback:
             self.feedback[fragment].end(ending, self.alpha)
+            if fragment in self._staged:
+                self._buffers.give(self._staged.pop(fragment))
 
     def rejoin(self, counted: Mapping[int, Counted]) -> None:
         """Settles what is in flight of some fragments, whose anchors and local parameters are taken anew.
@@ -209,6 +227,10 @@ class Replica:
         """Bytes of an update for some pieces."""
         return sum(self.down.of(h.spec).part_size(h.spec.shape, h.box) for h in held)
 
+    def arriving(self, held: Sequence[Held]) -> Arriving:
+        """Takes an update for some pieces of one fragment, as its bytes come."""
+        return Arriving(held, self.down, self._buffers)
+
     def decode(self, held: Sequence[Held], payload: Tensor) -> None:
         """Moves the anchors of some pieces by an update: `anchor <- anchor - decoded`, the same bits everywhere.
 
@@ -219,27 +241,12 @@ class Replica:
         Raises:
             CodecError: the payload has another size, or is damaged; no anchor has moved.
         """
-        steps = [torch.empty(h.box.numel, dtype=torch.float32) for h in held]
-        for h, part, step in zip(held, self._split(held, payload, self.down), steps, strict=True):
-            self.down.of(h.spec).decode_part(part, h.spec.shape, h.box, step)
-        for h, step in zip(held, steps, strict=True):
-            h.anchor.sub_(step.view(h.box.size))
+        self.arriving(held).apply(payload)
 
     def load(self, held: Sequence[Held], payload: Tensor, choice: Choice) -> None:
         """Replaces the anchors of some pieces by whole values, as when joining."""
-        for h, part in zip(held, self._split(held, payload, choice), strict=True):
+        for h, part in zip(held, _split(held, payload, choice), strict=True):
             choice.of(h.spec).decode_part(part, h.spec.shape, h.box, h.anchor.view(-1))
-
-    @staticmethod
-    def _split(held: Sequence[Held], payload: Tensor, choice: Choice) -> list[Tensor]:
-        """The part of each piece."""
-        sizes = [choice.of(h.spec).part_size(h.spec.shape, h.box) for h in held]
-        if payload.numel() != sum(sizes):
-            numel = sum(h.box.numel for h in held)
-            raise CodecError(
-                f"{choice.name}: {payload.numel()} bytes cannot be {numel} values, which take {sum(sizes)}"
-            )
-        return list(torch.split(payload, sizes))
 
     def digest_parts(self, fragment: int) -> tuple[int, int]:
         """This rank's parts of two sums over the island: the fragment's digest, and a check that must come to 0.
@@ -280,3 +287,81 @@ class Replica:
                 kept = h.local.to("cpu", copy=True)
                 h.local.copy_(h.anchor)
                 h.anchor.copy_(kept)
+
+
+class Arriving:
+    """An update on its way: decoded as it comes, applied once all of it is here and right.
+
+    Args:
+        held: pieces of one fragment, in the order of the payload.
+        choice: the codec of each.
+        buffers: for the decoded values.
+    """
+
+    def __init__(self, held: Sequence[Held], choice: Choice, buffers: Buffers) -> None:
+        self._held, self._choice, self._buffers = held, choice, buffers
+        self._buffer: Tensor | None = None
+        self._spans: list[tuple[int, int, Callable[[Tensor], None]]] = []
+        """(first byte, end, what decodes them), in order."""
+        self._decoded = 0
+        self._error: CodecError | None = None
+
+    def _cut(self, steps: Sequence[Tensor]) -> Iterator[tuple[int, int, Callable[[Tensor], None]]]:
+        start = 0
+        for h, step in zip(self._held, steps, strict=True):
+            codec, values = self._choice.of(h.spec), step.view(-1)
+            size = codec.part_size(h.spec.shape, h.box)
+            if h.box.size == h.spec.shape:
+                for some, bytes_ in codec.slices(h.box.numel, AT_ONCE):
+                    yield start + bytes_.start, start + bytes_.stop, partial(codec.decode, out=values[some])
+            elif size:
+                yield start, start + size, partial(codec.decode_part, shape=h.spec.shape, box=h.box, out=values)
+            start += size
+
+    def take(self, payload: Tensor, have: int) -> None:
+        """Decodes what can be of a payload of which `have` bytes are here. What is damaged, `apply` says."""
+        if self._buffer is None:
+            self._buffer = self._buffers.take(sum(h.box.numel for h in self._held))
+            self._spans = list(self._cut(_views(self._buffer, self._held)))
+        if self._decoded and have < self._spans[self._decoded - 1][1]:
+            self._decoded, self._error = 0, None  # another payload has begun
+        try:
+            while not self._error and self._decoded < len(self._spans) and self._spans[self._decoded][1] <= have:
+                begin, end, decode = self._spans[self._decoded]
+                decode(payload[begin:end])
+                self._decoded += 1
+        except CodecError as error:
+            self._error = error
+
+    def apply(self, payload: Tensor) -> None:
+        """Moves the anchors by the whole update. Raises as `Replica.decode` does."""
+        _split(self._held, payload, self._choice)
+        self.take(payload, payload.numel())
+        if self._error:
+            raise self._error
+        assert self._buffer is not None
+        for h, step in zip(self._held, _views(self._buffer, self._held), strict=True):
+            h.anchor.sub_(step)
+        self._buffers.give(self._buffer)
+
+
+def _views(buffer: Tensor, held: Sequence[Held]) -> list[Tensor]:
+    """A buffer (fp32, flat) as one tensor for each piece."""
+    parts = torch.split(buffer, [h.box.numel for h in held]) if held else ()
+    return [part.view(h.box.size) for part, h in zip(parts, held, strict=True)]
+
+
+def _subtract(anchor: Tensor, local: Tensor, held: Held) -> None:
+    """Puts anchor minus local in place of local. Raises `DivergedError` where that is not finite."""
+    torch.sub(anchor, local, out=local)
+    if local.numel() and not all(map(math.isfinite, torch.aminmax(local))):
+        raise DivergedError(f"the pseudo-gradient of '{held.spec.name}' is not finite", tensor=held.spec.name)
+
+
+def _split(held: Sequence[Held], payload: Tensor, choice: Choice) -> list[Tensor]:
+    """The part of each piece."""
+    sizes = [choice.of(h.spec).part_size(h.spec.shape, h.box) for h in held]
+    if payload.numel() != sum(sizes):
+        numel = sum(h.box.numel for h in held)
+        raise CodecError(f"{choice.name}: {payload.numel()} bytes cannot be {numel} values, which take {sum(sizes)}")
+    return list(torch.split(payload, sizes))

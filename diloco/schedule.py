@@ -7,9 +7,10 @@ update is applied at the sync step (Streaming DiLoCo, arXiv 2501.18512, section 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco.config import RunConfig
+from diloco.fragments import coordinator_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,14 @@ class Apply:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The run's sync schedule; the same on every island."""
+    """The run's sync schedule; the same on every island. A coordinator has that of the fragments it keeps."""
 
     every: int
     offsets: tuple[int, ...]
     overlap: int
     steps: int
+    elsewhere: frozenset[int] = frozenset()
+    """Fragments that another coordinator keeps: here they have no rounds."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Schedule:
@@ -43,12 +46,21 @@ class Schedule:
         sync = config.sync
         return cls(every=sync.every_steps, offsets=sync.offsets, overlap=sync.overlap_steps, steps=config.run.steps)
 
+    @classmethod
+    def kept(cls, config: RunConfig) -> Schedule:
+        """The schedule of the fragments that coordinator `run.coordinator_index` keeps."""
+        whole, run = cls.of(config), config.run
+        theirs = (f for f in range(len(whole.offsets)) if coordinator_of(f, run) != run.coordinator_index)
+        return replace(whole, elsewhere=frozenset(theirs))
+
     def sync_step(self, fragment: int, round_: int) -> int:
         """Inner step at which a round's update is applied."""
         return self.offsets[fragment] + round_ * self.every
 
     def rounds(self, fragment: int) -> int:
         """Rounds of a fragment in the whole run."""
+        if fragment in self.elsewhere:
+            return 0
         return max(0, (self.steps - self.offsets[fragment]) // self.every + 1)
 
     def due(self, step: int) -> list[Send | Apply]:
@@ -64,14 +76,14 @@ class Schedule:
                 applies.append(Apply(fragment, round_))
         return sends + applies
 
-    def position(self, rounds: Sequence[int]) -> int:
-        """The inner step at which an island stands whose fragments have ended `rounds` rounds each.
+    def position(self, rounds: Sequence[int], step: int = 0) -> int:
+        """The inner step at which an island takes up the run whose fragments have ended `rounds` rounds each.
 
-        It is the newest sync step passed, yet before every sync step still to come.
+        It is the newest sync step passed, or the `step` that others are at, yet before every sync step still to come.
         """
         passed = max(self.sync_step(p, r - 1) if r else 0 for p, r in enumerate(rounds))
         ahead = min((self.sync_step(p, r) for p, r in enumerate(rounds) if r < self.rounds(p)), default=self.steps + 1)
-        return max(0, min(passed, ahead - 1))
+        return max(0, min(max(passed, step), ahead - 1))
 
     def finished(self, rounds: Sequence[int]) -> bool:
         """Whether every fragment has ended all its rounds."""

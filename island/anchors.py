@@ -100,12 +100,12 @@ class Anchors:
         )
 
     def reset(self) -> None:
-        """Sets all local parameters to the anchors.
+        """Sets the local parameters of the courier's fragments to their anchors.
 
         An update may be on its way, and have moved the anchors of some ranks already; that is no harm, as its sync
         follows. All holders of a replicated piece take its owner's anchor, so that they stay equal.
         """
-        for fragment in range(len(self._replica.fragments)):
+        for fragment in self._courier.fragments:
             with self._courier.anchors:
                 self._share(fragment)
                 self._replica.mix(fragment, alpha=0.0)

@@ -20,7 +20,7 @@ class IslandSection(Settings):
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     """Name of this island, unique in the run. Contributions are folded in the order of these names."""
     coordinator: str = ""
-    """HOST:PORT of the coordinator; `--coordinator` overrides it."""
+    """HOST:PORT of the coordinator, or of any where the run has several; `--coordinator` overrides it."""
     run_id: str = ""
     """The run this island means to join; empty takes whatever the coordinator serves."""
     connect_timeout_s: Seconds = 300.0

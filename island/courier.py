@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 import xxhash
+from torch import Tensor
 
 from diloco.codec import CODECS
 from diloco.config import RunConfig
@@ -19,6 +21,7 @@ from diloco.framing import piece_to_proto
 from diloco.replica import Held, Replica, Staged
 from diloco.v1 import coordinator_pb2 as pb
 from island.link import Link
+from island.parcel import Parcel
 from island.spool import remove
 
 log = logging.getLogger("diloco.island")
@@ -36,6 +39,8 @@ class Courier:
         config: the run's settings.
         spool_dir: where anchors are kept while they come, for a process that is started again; none to keep none.
         encoded: hears, off the training thread, that a fragment's contribution is encoded and about to be sent.
+        fragments: those that the coordinator keeps; none for all.
+        guard: held while anchors are read or moved, where the island's couriers share it.
     """
 
     def __init__(
@@ -46,16 +51,22 @@ class Courier:
         config: RunConfig,
         spool_dir: Path | None = None,
         encoded: Callable[[int], None] = lambda _: None,
+        *,
+        fragments: Sequence[int] | None = None,
+        guard: threading.RLock | None = None,
     ) -> None:
         self._link, self._replica, self._config = link, replica, config
         self._identity, self._spool_dir, self._encoded = identity, spool_dir, encoded
-        self.anchors = threading.RLock()
+        self.fragments = range(len(replica.fragments)) if fragments is None else fragments
+        """Those that the coordinator keeps."""
+        self.anchors = guard or threading.RLock()
         """Held while anchors are read or moved."""
         self.accepted = 0
         """Parts of contributions that counted."""
         self.held = False
         """Whether the run stands still on purpose, so that rounds may take as long as they like."""
         self._abandoned = False
+        self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encoder")
         self._pushed: set[int] = set()
         """Fragments of which this courier has sent a contribution."""
 
@@ -96,7 +107,7 @@ class Courier:
             steps: inner steps since then.
 
         Raises:
-            DivergedError: a pseudo-gradient that is not finite; nothing was sent.
+            DivergedError: a pseudo-gradient that is not finite. What was sent has no end, and counts for nothing.
         """
         owned, up = self._replica.owned(fragment), self._replica.up
         if not owned:
@@ -104,14 +115,16 @@ class Courier:
         header = self._header(fragment, owned, up.id, up.version)
         header.round, header.base_version, header.tokens, header.steps = round_, base_version, tokens, steps
         header.total_bytes = self._replica.contribution_size(fragment)
-        with self.anchors:
-            self._check()
-            payloads = list(self._replica.encode(fragment, staged, round_))
-        self._encoded(fragment)
-        failpoint("push-encoded")
         first = fragment not in self._pushed  # an earlier process may have sent some of the same bytes
         self._pushed.add(fragment)
-        receipt = self._link.push(header, lambda: iter(payloads), self._config.wire.chunk_bytes, resumed=first)
+        parcel, payload = Parcel(), self._link.buffers.take(header.total_bytes)
+        making = self._encoder.submit(parcel.make, lambda: self._encode(fragment, staged, round_, payload))
+        try:
+            receipt = self._link.push(header, parcel.read, self._config.wire.chunk_bytes, resumed=first)
+        finally:
+            wait([making])  # it has the anchors; and its error is the one that counts
+        making.result()
+        self._link.buffers.give(payload)
         failpoint("push-answered")
         if receipt.dropped:
             log.warning("contribution to fragment %d round %d: %s", fragment, round_, receipt.dropped)
@@ -119,6 +132,14 @@ class Courier:
             self.accepted += not receipt.dropped
             if not self._abandoned:
                 self._replica.receipt(fragment, _fate(receipt))
+
+    def _encode(self, fragment: int, staged: Staged, round_: int, payload: Tensor) -> Iterator[Tensor]:
+        """The payload of a contribution, as it is made; its end comes once all who are to hear of it have."""
+        with self.anchors:
+            self._check()
+            yield from self._replica.encode(fragment, staged, round_, payload)
+        self._encoded(fragment)
+        failpoint("push-encoded")
 
     def sit_out(self, fragment: int, round_: int, reason: str) -> pb.FetchHeader:
         """Says, as rank 0, that the island contributes nothing to a round; then as `fetch_update`."""
@@ -153,10 +174,10 @@ class Courier:
         request.round = round_
         rounds = self._config.rounds
         bound = rounds.deadline_s + 2 * rounds.lease_s + WAIT_S
-        waited = 0.0
+        waited, arriving = 0.0, self._replica.arriving(owned)
         while True:
             request.wait_s = WAIT_S
-            header, payload = self._link.fetch(request, self._replica.update_size(owned))
+            header, payload = self._link.fetch(request, self._replica.update_size(owned), follow=arriving.take)
             if header.outcome != "open":
                 break
             waited += 0.0 if self.held else WAIT_S
@@ -168,9 +189,10 @@ class Courier:
         with self.anchors:
             self._check()
             if header.outcome == "committed":
-                self._replica.decode(owned, payload)
+                arriving.apply(payload)
                 failpoint("anchor-moved")
             self._replica.taken[fragment] = round_ + 1
+        self._link.buffers.give(payload)
         return header
 
     def catch_up(self, fragment: int, round_: int) -> pb.FetchHeader | None:

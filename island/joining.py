@@ -29,6 +29,14 @@ def inventory(model: nn.Module, group: Group) -> tuple[Tensors, Layout]:
     return tensors, Layout(specs.values())
 
 
+def settle(model: nn.Module) -> None:
+    """Has FSDP drop gathered copies, which would be stale once the shards change."""
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)
+        if callable(reshard):
+            reshard()
+
+
 def join_request(layout: Layout, *, island_id: str, run_id: str, ranks: int) -> pb.JoinRequest:
     """What an island says of itself to enter a run."""
     return pb.JoinRequest(

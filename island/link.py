@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import grpc
-import xxhash
+import torch
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from torch import Tensor
 
+from diloco import allocator
+from diloco.buffers import Buffers
 from diloco.errors import (
     BY_NAME,
     CodecError,
@@ -28,9 +30,10 @@ from diloco.errors import (
     Unreachable,
 )
 from diloco.failpoints import failpoint
-from diloco.framing import CONTROL_LIMIT_BYTES, FRAME_BYTES, RETRY_AFTER, SERVICE, Collector, chunks
+from diloco.framing import CONTROL_LIMIT_BYTES, FRAME_BYTES, RETRY_AFTER, SERVICE, Collector, chunks, digest_of
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
+from diloco.window import FIRST_BYTES, Window
 from island.sockets import SocketCounter, Traffic
 from island.spool import Spool
 from island.throttle import Throttle
@@ -92,6 +95,7 @@ class Link:
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"the coordinator's address {address!r} is not HOST:PORT, for example 10.0.0.5:29400")
+        allocator.keep(heap_bytes=allocator.TENSOR_BYTES)
         self.address, self._patience_s, self._say, self._idle_s = address, patience_s, say, idle_s
         self._tls = tls
         self.resumes = 0
@@ -99,10 +103,20 @@ class Link:
         self.resent_bytes = 0
         """Payload that was handed to lines that were cut, and sent again."""
         self._control, self._bulk = (channel(address, tls, _OPTIONS) for _ in range(2))
+        self.buffers = Buffers(torch.uint8)
+        """For payloads; whoever has one of a fetch may give it back."""
+        self._window_bytes = FIRST_BYTES
+        """What the last push had under way: the next one begins with it."""
         self._up, self._down = Throttle(bytes_per_s), Throttle(bytes_per_s)
         self._counter = SocketCounter(int(port))
-        self._push = self._bulk.stream_unary(f"/{SERVICE}/Push", None, pb.Receipt.FromString)
+        self._push = self._bulk.stream_stream(f"/{SERVICE}/Push", None, pb.PushReply.FromString)
         self._fetch = self._bulk.unary_stream(f"/{SERVICE}/Fetch", pb.FetchRequest.SerializeToString, None)
+
+    def sibling(self, address: str) -> Link:
+        """A connection to another coordinator of the run, as patient as this one and under the same cap."""
+        other = Link(address, patience_s=self._patience_s, say=self._say, idle_s=self._idle_s, tls=self._tls)
+        other._up, other._down = self._up, self._down
+        return other
 
     def close(self) -> None:
         """Closes the connections."""
@@ -188,52 +202,85 @@ class Link:
         """Streams one rank's part; on a cut line, goes on at the first byte that the coordinator lacks.
 
         Args:
-            header: its key and size; digest and first byte are filled in here.
-            parts: makes the payload, piece by piece (uint8), the same each time it is asked for.
-            chunk_bytes: payload of one message.
+            header: its key and size; the first byte is filled in here.
+            parts: the payload, piece by piece (uint8), the same each time it is asked for; may wait for what is still
+                being made.
+            chunk_bytes: largest payload of one message.
             resumed: some of it may have come already, as before a restart of the island: asks first.
         """
         sent = pb.PushHeader()
         sent.CopyFrom(header)
-        sent.digest = _digest(parts())
         pace, ask = _Pace(), resumed
+        window = Window(chunk_bytes, self._window_bytes)
 
         def attempt() -> pb.Receipt:
             nonlocal ask
             if ask:
                 answer = self._call("Resume", sent, pb.Resumption, self._idle_s)
-                if answer.HasField("receipt"):
+                same = (
+                    answer.digest == digest_of(parts(), answer.have_bytes) if answer.digest else not answer.have_bytes
+                )
+                if answer.HasField("receipt") and (same or not answer.digest):
                     return answer.receipt
-                sent.first_byte = answer.have_bytes
-                self.resumes += answer.have_bytes > 0
-                self.resent_bytes += pace.resume(answer.have_bytes)
+                # Of a part that is known with other bytes only the digest is sent: the coordinator refuses it.
+                sent.first_byte = answer.have_bytes if same or answer.HasField("receipt") else 0
+                self.resumes += sent.first_byte > 0
+                self.resent_bytes += pace.resume(sent.first_byte)
             ask = True
-            return self._push_once(sent, pace, chunks(parts(), chunk_bytes, sent.first_byte))
+            window.begin(sent.first_byte)
+            receipt = self._push_once(
+                sent, pace, window, chunks(parts(), lambda: window.chunk_bytes, sent.first_byte, ended=True)
+            )
+            self._window_bytes = window.bytes
+            return receipt
 
         return self._retried(attempt, PUSH_AGAIN, pace)
 
-    def _push_once(self, header: pb.PushHeader, pace: _Pace, body: Iterator[bytes]) -> pb.Receipt:
+    def _push_once(self, header: pb.PushHeader, pace: _Pace, window: Window, body: Iterator[bytes]) -> pb.Receipt:
         failure: list[DilocoError] = []
+        changed, over = threading.Condition(), False
 
         def messages() -> Iterator[bytes]:
             yield header.SerializeToString()
-            handed = header.first_byte
             for message in body:
                 self._up.take(len(message))
-                handed += len(message) - FRAME_BYTES
-                pace.move(handed)
+                count = max(0, len(message) - FRAME_BYTES)
+                with changed:
+                    while not (over or window.admits(count)):
+                        changed.wait(self._idle_s)
+                    if over:
+                        return
+                    window.sent(count, time.monotonic())
+                pace.hand(count)
                 yield message
                 failpoint("push-sending")
 
-        call = self._push.future(_noting(messages(), failure))
+        call: Any = self._push(_noting(messages(), failure))
+        receipt = None
         try:
             with self._watched(call, pace):
-                return cast(pb.Receipt, call.result())
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            raise (failure[0] if failure else self._translated(error)) from error
+                for reply in call:
+                    with changed:
+                        window.heard(reply.have_bytes, reply.window_bytes, time.monotonic())
+                        changed.notify()
+                    pace.move(reply.have_bytes)
+                    receipt = reply.receipt if reply.HasField("receipt") else None
+        except grpc.RpcError as error:
+            raise (failure[0] if failure else self._translated(error, pace)) from error
+        finally:
+            with changed:
+                over = True
+                changed.notify()
+        if receipt is None:
+            raise Unreachable(f"{self.address} ended a push without a receipt")
+        return cast(pb.Receipt, receipt)
 
     def fetch(
-        self, request: pb.FetchRequest, expected_bytes: int, spool: Path | None = None
+        self,
+        request: pb.FetchRequest,
+        expected_bytes: int,
+        spool: Path | None = None,
+        follow: Callable[[Tensor, int], None] = lambda payload, have: None,
     ) -> tuple[pb.FetchHeader, Tensor]:
         """Streams one rank's part of an update or of anchors; on a cut line, goes on at the first missing byte.
 
@@ -243,6 +290,7 @@ class Link:
             request: what is asked for.
             expected_bytes: size of its pieces.
             spool: where anchors are kept while they come, so that another process can go on with them.
+            follow: told with every chunk what the payload is and how many bytes of it are here.
 
         Returns:
             (header, payload uint8); the payload is empty where the outcome has no bytes.
@@ -253,7 +301,11 @@ class Link:
         pace = _Pace()
         found = Spool.find(spool, expected_bytes) if spool else None
         held: list[tuple[pb.FetchHeader, Collector]] = [(found.header, found)] if found else []
-        return self._retried(lambda: self._fetch_once(request, expected_bytes, held, pace, spool), FETCH_AGAIN, pace)
+
+        def attempt() -> tuple[pb.FetchHeader, Tensor]:
+            return self._fetch_once(request, expected_bytes, held, pace, spool, follow)
+
+        return self._retried(attempt, FETCH_AGAIN, pace)
 
     def _fetch_once(
         self,
@@ -262,6 +314,7 @@ class Link:
         held: list[tuple[pb.FetchHeader, Collector]],
         pace: _Pace,
         spool: Path | None,
+        follow: Callable[[Tensor, int], None],
     ) -> tuple[pb.FetchHeader, Tensor]:
         """One stream. `held` is what earlier ones have brought, with its header; or empty."""
         ask = pb.FetchRequest()
@@ -278,21 +331,27 @@ class Link:
                 if header.first_byte and not (held and _same(header, held[0][0])):
                     stream.cancel()
                     self._forget(held, pace)
-                    return self._fetch_once(request, expected_bytes, held, pace, spool)
+                    return self._fetch_once(request, expected_bytes, held, pace, spool, follow)
                 if header.first_byte:
                     self.resumes += 1
                 else:
                     self._forget(held, pace)
-                    held.append((header, _collector(header, spool)))
+                    held.append((header, self._collector(header, spool)))
                 header, collector = held[0]
                 for message in stream:
                     self._down.take(len(message))
                     collector.add(message)
+                    follow(collector.payload, collector.have)
                     failpoint("fetch-receiving")
                     pace.move(collector.have)
                 return header, collector.finish()
         except grpc.RpcError as error:
-            raise self._translated(error) from error
+            raise self._translated(error, pace) from error
+
+    def _collector(self, header: pb.FetchHeader, spool: Path | None) -> Collector:
+        if spool and header.outcome == "anchor" and header.total_bytes:
+            return Spool.begin(spool, header)
+        return Collector(header.total_bytes, self.buffers.take(header.total_bytes))
 
     def _forget(self, held: list[tuple[pb.FetchHeader, Collector]], pace: _Pace) -> None:
         """Begins again: what had come is of a version that is no longer kept."""
@@ -304,12 +363,14 @@ class Link:
     def _watched(self, call: Any, pace: _Pace, extra_s: float = 0.0) -> Iterator[None]:
         """Cancels a call that moves no byte for the link's idle time, and `extra_s` before its first."""
         done, pace.moved_at, begin = threading.Event(), time.monotonic(), time.monotonic()
+        pace.stalled = False
 
         def watch() -> None:
             while True:
                 allowed = self._idle_s + (extra_s if pace.moved_at <= begin else 0.0)
                 left = pace.moved_at + allowed - time.monotonic()
                 if left <= 0:
+                    pace.stalled = True
                     call.cancel()
                     return
                 if done.wait(left):
@@ -351,9 +412,9 @@ class Link:
                 time.sleep(wait_s)
                 pause = min(pause * 1.6, 3.0)
 
-    def _translated(self, error: Any) -> DilocoError:
+    def _translated(self, error: Any, pace: _Pace | None = None) -> DilocoError:
         """The error that a failed call stands for."""
-        if isinstance(error, grpc.FutureCancelledError):
+        if pace and pace.stalled:
             return Unreachable(f"the line to {self.address} moved no byte for {self._idle_s:g} s")
         metadata = dict(error.trailing_metadata() or ())
         kind = BY_NAME.get(metadata.get("diloco-error", ""))
@@ -376,14 +437,19 @@ class _Pace:
 
     def __init__(self) -> None:
         self.since = self.moved_at = time.monotonic()
-        self._have = self._handed = self._furthest = 0
+        self.stalled = False
+        """Whether it has moved no byte for too long, and was cancelled."""
+        self._handed = self._furthest = 0
 
-    def move(self, handed: int) -> None:
-        """The line has taken the payload up to byte `handed`. That is progress where it has never taken so much."""
+    def hand(self, count: int) -> None:
+        """The line is given so many bytes more."""
+        self._handed += count
+
+    def move(self, have: int) -> None:
+        """The payload has come up to byte `have`. That is progress where it has never come so far."""
         self.moved_at = time.monotonic()
-        self._handed = handed
-        if handed > self._furthest:
-            self._furthest, self.since = handed, self.moved_at
+        if have > self._furthest:
+            self._furthest, self.since = have, self.moved_at
 
     def begin_again(self) -> None:
         """From here on the first byte is progress again."""
@@ -391,9 +457,7 @@ class _Pace:
 
     def resume(self, have: int) -> int:
         """The other side has `have` bytes; returns how many are sent again."""
-        if have > self._have:
-            self.since = time.monotonic()
-        self._have = have
+        self.move(have)
         again, self._handed = max(0, self._handed - have), have
         return again
 
@@ -405,20 +469,6 @@ def _same(header: pb.FetchHeader, other: pb.FetchHeader) -> bool:
         return h.outcome, h.version, h.digest, h.codec_id, h.codec_version, h.total_bytes
 
     return payload(header) == payload(other)
-
-
-def _digest(parts: Iterable[Tensor]) -> str:
-    """XXH3-128 (hex) of a payload."""
-    whole = xxhash.xxh3_128()
-    for part in parts:
-        whole.update(part.numpy().data)
-    return whole.hexdigest()
-
-
-def _collector(header: pb.FetchHeader, spool: Path | None) -> Collector:
-    if spool and header.outcome == "anchor" and header.total_bytes:
-        return Spool.begin(spool, header)
-    return Collector(header.total_bytes)
 
 
 def _noting(messages: Iterator[bytes], failure: list[DilocoError]) -> Iterator[bytes]:

@@ -1,4 +1,7 @@
-"""What operators do to a run: explain, health, pause, resume, drain, kick, snapshot, stop."""
+"""What operators do to a run: explain, health, pause, resume, drain, kick, snapshot, stop.
+
+What looks at a run asks the coordinator at the address; what changes it is done at all of its coordinators.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,21 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from diloco.cli import tls_options
-from diloco.errors import DeadlineExceeded, ExitCode, Refused, Unreachable
+from diloco.errors import DeadlineExceeded, DilocoError, ExitCode, Refused, Unreachable
 
 if TYPE_CHECKING:
     from diloco.tls import TLS
     from diloco.v1 import coordinator_pb2 as pb
     from island.link import Link
 
+Everywhere = dict[str, "Link"]
+"""Connections to coordinators, by what to call each before what it says."""
 R = TypeVar("R")
 LOOK_S = 0.5
 """Seconds between two looks at a run that is to stop."""
@@ -27,6 +32,7 @@ NOT_READY = "The coordinator is not ready: "
 
 _ADDRESS = click.argument("address", metavar="HOST:PORT")
 _REASON = click.option("--reason", default="", metavar="TEXT", help="Why; it is logged, and islands are told.")
+_HERE = click.option("--here", is_flag=True, help="Only this coordinator, where the run has several.")
 _YES = click.option("--yes", is_flag=True, help="Do not ask.")
 
 
@@ -101,10 +107,42 @@ def health(address: str, live: bool, timeout_s: float, tls: TLS | None) -> int:
 # -- doing ----------------------------------------------------------------------------------------------------------
 
 
-def _command(link: Link, verb: str, island: str = "", reason: str = "") -> None:
+@contextmanager
+def _each(address: str, timeout_s: float, here: bool, tls: TLS | None) -> Iterator[Everywhere]:
+    """Connections to every coordinator of a run, or only to the one at an address, by what to call it."""
+    from diloco.config import load_run
+
+    with ExitStack() as stack:
+        link = stack.enter_context(linked(address, timeout_s, tls))
+        run = load_run(link.status().config_toml, "the coordinator").value.run
+        found = {"": link}
+        if run.coordinator_count > 1 and not here:
+            others = {i: link.sibling(a) for i, a in enumerate(run.coordinators) if i != run.coordinator_index}
+            for other in others.values():
+                stack.callback(other.close)
+            found = {f"coordinator {i}: ": others.get(i, link) for i in range(run.coordinator_count)}
+        yield found
+
+
+def _at(everywhere: Everywhere, act: Callable[[str, Link], None]) -> None:
+    """Acts at each coordinator. Raises what the first that failed has raised, once all have been asked."""
+    failed: list[DilocoError] = []
+    for name, link in everywhere.items():
+        try:
+            act(name, link)
+        except DilocoError as error:
+            failed.append(type(error)(name + error.message))
+            if len(failed) > 1:
+                click.echo(f"{name}{error.message}", err=True)
+    if failed:
+        raise failed[0]
+
+
+def _command(everywhere: Everywhere, verb: str, island: str = "", reason: str = "") -> None:
     from diloco.v1 import coordinator_pb2 as pb
 
-    click.echo(link.command(pb.CommandRequest(verb=verb, island_id=island, reason=reason)).message)
+    request = pb.CommandRequest(verb=verb, island_id=island, reason=reason)
+    _at(everywhere, lambda name, link: click.echo(name + link.command(request).message))
 
 
 def _confirm(question: str, yes: bool) -> None:
@@ -120,21 +158,23 @@ def _confirm(question: str, yes: bool) -> None:
 @click.command()
 @_ADDRESS
 @_REASON
+@_HERE
 @reach
-def pause(address: str, reason: str, timeout_s: float, tls: TLS | None) -> None:
+def pause(address: str, reason: str, here: bool, timeout_s: float, tls: TLS | None) -> None:
     """Hold a run: islands stop at their next step, and no round ends by a deadline."""
-    with linked(address, timeout_s, tls) as link:
-        _command(link, "pause", reason=reason)
+    with _each(address, timeout_s, here, tls) as everywhere:
+        _command(everywhere, "pause", reason=reason)
 
 
 @click.command()
 @_ADDRESS
 @_REASON
+@_HERE
 @reach
-def resume(address: str, reason: str, timeout_s: float, tls: TLS | None) -> None:
+def resume(address: str, reason: str, here: bool, timeout_s: float, tls: TLS | None) -> None:
     """Let a paused run go on."""
-    with linked(address, timeout_s, tls) as link:
-        _command(link, "resume", reason=reason)
+    with _each(address, timeout_s, here, tls) as everywhere:
+        _command(everywhere, "resume", reason=reason)
 
 
 @click.command()
@@ -142,13 +182,16 @@ def resume(address: str, reason: str, timeout_s: float, tls: TLS | None) -> None
 @click.argument("island", required=False)
 @click.option("--all", "everybody", is_flag=True, help="All islands.")
 @_REASON
+@_HERE
 @reach
-def drain(address: str, island: str | None, everybody: bool, reason: str, timeout_s: float, tls: TLS | None) -> None:
+def drain(
+    address: str, island: str | None, everybody: bool, reason: str, here: bool, timeout_s: float, tls: TLS | None
+) -> None:
     """Ask an island to leave in good order: it finishes what is in flight, and no round waits for it."""
     if bool(island) == everybody:
         raise click.UsageError("name an island, or say --all")
-    with linked(address, timeout_s, tls) as link:
-        _command(link, "drain", island or "*", reason)
+    with _each(address, timeout_s, here, tls) as everywhere:
+        _command(everywhere, "drain", island or "*", reason)
 
 
 @click.command()
@@ -156,21 +199,23 @@ def drain(address: str, island: str | None, everybody: bool, reason: str, timeou
 @click.argument("island")
 @_REASON
 @_YES
+@_HERE
 @reach
-def kick(address: str, island: str, reason: str, yes: bool, timeout_s: float, tls: TLS | None) -> None:
+def kick(address: str, island: str, reason: str, yes: bool, here: bool, timeout_s: float, tls: TLS | None) -> None:
     """End an island's lease now. What it has not sent is lost; `drain` is the gentle way."""
     _confirm(f"End the lease of island {island}, and lose what it has not sent?", yes)
-    with linked(address, timeout_s, tls) as link:
-        _command(link, "kick", island, reason)
+    with _each(address, timeout_s, here, tls) as everywhere:
+        _command(everywhere, "kick", island, reason)
 
 
 @click.command()
 @_ADDRESS
+@_HERE
 @reach
-def snapshot(address: str, timeout_s: float, tls: TLS | None) -> None:
+def snapshot(address: str, here: bool, timeout_s: float, tls: TLS | None) -> None:
     """Take a snapshot now."""
-    with linked(address, timeout_s, tls) as link:
-        _command(link, "snapshot")
+    with _each(address, timeout_s, here, tls) as everywhere:
+        _command(everywhere, "snapshot")
 
 
 @click.command()
@@ -179,27 +224,31 @@ def snapshot(address: str, timeout_s: float, tls: TLS | None) -> None:
 @_YES
 @click.option("--wait", is_flag=True, help="Wait until the coordinator has ended.")
 @click.option("--within", "within_s", default=3600.0, show_default=True, help="Seconds to wait at most.")
+@_HERE
 @reach
-def stop(address: str, reason: str, yes: bool, wait: bool, within_s: float, timeout_s: float, tls: TLS | None) -> None:
+def stop(
+    address: str, reason: str, yes: bool, wait: bool, within_s: float, here: bool, timeout_s: float, tls: TLS | None
+) -> None:
     """End a run in good order: all islands leave, decided rounds are folded, a last snapshot is taken."""
     _confirm("Ask all islands to leave, and end the coordinator?", yes)
-    with linked(address, timeout_s, tls) as link:
-        _command(link, "stop", reason=reason)
+    with _each(address, timeout_s, here, tls) as everywhere:
+        _command(everywhere, "stop", reason=reason)
         if wait:
-            _until_gone(link.status, time.monotonic() + within_s)
+            deadline = time.monotonic() + within_s
+            _at(everywhere, lambda name, link: _until_gone(name, link.status, deadline))
 
 
-def _until_gone(look: Callable[[], pb.StatusReply], deadline: float) -> None:
+def _until_gone(name: str, look: Callable[[], pb.StatusReply], deadline: float) -> None:
     """Waits until nobody answers any more; says whom the run waits for. Raises `DeadlineExceeded` past the deadline."""
     told: Any = None
     while time.monotonic() < deadline:
         try:
             reason = look().state.reason
         except Unreachable:
-            click.echo("the coordinator has ended")
+            click.echo(f"{name}the coordinator has ended")
             return
         if reason != told:
-            click.echo(f"the run is {reason}")
+            click.echo(f"{name}the run is {reason}")
         told = reason
         time.sleep(LOOK_S)
     raise DeadlineExceeded(f"the coordinator still runs: {told}")

@@ -19,9 +19,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -31,9 +30,9 @@ import torch
 from torch import nn
 
 from diloco.codec.policy import down_choice, up_choice
-from diloco.config import RunConfig, load_run
+from diloco.config import RunConfig
 from diloco.digest import show
-from diloco.errors import DilocoError, DivergedError, Expired, Malformed, RunMismatch, StaleEpoch
+from diloco.errors import DivergedError, Expired, StaleEpoch
 from diloco.failpoints import failpoint
 from diloco.feedback import Ending
 from diloco.fragments import partition
@@ -42,21 +41,18 @@ from diloco.replica import Position, Replica
 from diloco.schedule import Apply, Schedule, Send
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
-from island.anchors import Anchors, Stand
+from island.anchors import Stand
 from island.courier import Courier
 from island.group import Group
 from island.heart import Heart
-from island.joining import hold, inventory, join_request
-from island.lease import POLL_S, Lease, Limits
+from island.joining import hold, inventory, join_request, settle
+from island.lease import POLL_S, Limits
 from island.link import Link
+from island.seat import REJOINS, Key, Seat, Seats, Word
 from island.settling import Settling
 
 log = logging.getLogger("diloco.island")
 T = TypeVar("T")
-Key = tuple[int, int]
-"""Fragment and round."""
-REJOINS = 5
-"""Times an island joins again without a round completed in between."""
 ROLLBACKS = 3
 """The so-manyth time in a row that training is not finite ends the island."""
 SLICE_S = 0.25
@@ -84,7 +80,7 @@ def join(
 
     Args:
         model: float32 parameters, plain or DTensor (FSDP2, HSDP, tensor parallel).
-        coordinator: HOST:PORT.
+        coordinator: HOST:PORT; where the run has several, any of them.
         island_id: unique in the run.
         run_id: the run that is meant; empty for whatever the coordinator serves.
         optimizer: the inner optimizer. Where training is not finite any more, its state is dropped along with the
@@ -119,22 +115,6 @@ def join(
         raise
 
 
-@dataclass(frozen=True, kw_only=True)
-class Word:
-    """What the ranks agree on."""
-
-    finite: bool
-    """Every rank's reported loss is finite."""
-    done: bool
-    """What every rank waits for is done."""
-    silent: bool
-    """Nobody answers at the coordinator."""
-    directive: str
-
-
-DIRECTIVES = ("", "pause", "leave")
-
-
 class Session:
     """One rank of an island in a run. Made by `join`."""
 
@@ -150,8 +130,7 @@ class Session:
         limits: Limits,
         spool_dir: Path | None = None,
     ) -> None:
-        self._spool_dir = spool_dir
-        self.island_id, self._model, self._group, self._link = island_id, model, group, link
+        self.island_id, self._model, self._group = island_id, model, group
         self.optimizer = optimizer
         self.record: Callable[..., None] = _no_record
         """Takes a metric: its kind, and scalars by name."""
@@ -167,17 +146,15 @@ class Session:
         """Times the lease was lost and the island joined again; times it went back to the anchors for NaN or Inf."""
         self.leaving = ""
         """Why the island is to leave at this step edge; empty while it is to train."""
-        self._pool = ThreadPoolExecutor(max_workers=1)
         self._closing = contextlib.ExitStack()
         self._flights: dict[Key, Future[pb.FetchHeader]] = {}
         self._overdue: dict[Key, int] = {}
-        self._rejoins_in_a_row = self._rollbacks_in_a_row = self._accepted = 0
+        self._rollbacks_in_a_row = self._accepted = 0
         tensors, full = inventory(model, group)
         request = join_request(full, island_id=island_id, run_id=run_id, ranks=group.size)
-        self._lease = Lease(group, link, request, limits)
+        self._seats = Seats(group, link, request, limits)
         try:
-            reply = self._lease.enter()
-            self.config: RunConfig = load_run(reply.config_toml, "the coordinator").value
+            self.config: RunConfig = self._seats.enter()
             self.schedule = Schedule.of(self.config)
             self.layout: Layout = full.under(self.config.sync.buffers)
             self.replica = Replica(
@@ -189,11 +166,13 @@ class Session:
                 alpha=self.config.sync.alpha,
                 feedback_decay=self.config.wire.feedback_decay,
             )
-            whose, moving = f"{reply.run_id}_{island_id}", len(self.schedule.offsets)
+            whose, moving = f"{self.run_id}_{island_id}", len(self.schedule.offsets)
             self._settling = Settling(self.replica, group, spool_dir, whose, moving)
             self._closing.callback(self._settling.close)
-            self._begin(reply)
-            link.persist(limits.reconnect_s)
+            self._adopted = [(0, 0)] * len(self.replica.fragments)
+            for seat in self._seats:
+                seat.begin(self.replica, self.config, partial(self._together, seat), self._settling, spool_dir)
+                seat.link.persist(limits.reconnect_s)
             try:
                 self._take_up()
             except StaleEpoch as error:
@@ -211,9 +190,28 @@ class Session:
         self.leave("finished" if error is None else _why(error))
 
     @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self._first.run_id
+
+    @property
+    def epoch(self) -> int:
+        """Of the lease; of that at coordinator 0, where there are several, as what follows."""
+        return self._first.epoch
+
+    @property
     def heart(self) -> Heart | None:
         """Rank 0's heartbeat."""
-        return self._lease.heart
+        return self._first.heart
+
+    @property
+    def courier(self) -> Courier:
+        """This rank's bulk traffic."""
+        return self._first.courier
+
+    @property
+    def _first(self) -> Seat:
+        return next(iter(self._seats))
 
     @property
     def done(self) -> bool:
@@ -222,88 +220,77 @@ class Session:
 
     # -- joining --------------------------------------------------------------------------------------------------
 
-    def _begin(self, reply: pb.JoinReply) -> None:
-        """Begins an epoch: nothing of the one before it is in flight any more."""
-        self.run_id, self.epoch = reply.run_id, reply.epoch
-        self._settling.rejoin(reply.contributed)
-        sync = self.config.sync
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        flights = 2 + sync.overlap_steps * sync.fragments // sync.every_steps
-        self._pool = ThreadPoolExecutor(max_workers=flights, thread_name_prefix="courier")
-        self.courier = Courier(
-            self._link, self.replica, self._lease.identity(reply), self.config, self._spool_dir, self._settling.keep
-        )
-        self.anchors = Anchors(self.replica, self._group, self.courier, self._together)
-
     def _take_up(self) -> None:
-        """Waits for first parameters, takes the run's anchors, and waits for the run to start."""
-        state = self._lease.until(lambda s: all(f.seeded for f in s.fragments) and bool(s.fragments), self._seed)
-        if self._sent_away(state):
-            return
-        for fragment in state.fragments:
-            self.anchors.take_up(fragment)
-            failpoint("take-up-half")
-        _settle(self._model)
-        self.anchors.reset()
+        """Takes up the run's anchors where the lease is new: waits for first parameters, and for the run to start."""
+        fresh = [seat for seat in self._seats if not seat.at_home]
+        for seat in fresh:
+            if self._sent_away(seat.take_up()):
+                return
+        settle(self._model)
+        for seat in fresh:
+            seat.anchors.reset()
         failpoint("ready")
-        if self.heart:
-            self.heart.ready = True
-        state = self._lease.until(lambda s: s.phase != "gathering", lambda _: None)
-        if self._sent_away(state):
-            return
-        moving = [p.round for p in self.replica.position[: len(self.schedule.offsets)]]
-        ahead = min((self.schedule.sync_step(p, r) for p, r in enumerate(moving)), default=0)
-        self.at_step = min(max(self.schedule.position(moving), state.step), ahead - 1)
-        self._start_afresh()
+        for seat in fresh:
+            if seat.heart:
+                seat.heart.ready = True
+        step = self.at_step if any(seat.at_home for seat in self._seats) else 0
+        for seat in fresh:
+            state = seat.lease.until(lambda s: s.phase != "gathering", lambda _: None)
+            if self._sent_away(state):
+                return
+            step = max(step, state.step)
+        self._stand(step)
+        for seat in fresh:
+            self._start_afresh(seat.fragments)
+            seat.at_home = True
 
     def _sent_away(self, state: pb.RunState) -> bool:
-        """Whether the coordinator has this island leave before the run has begun for it."""
+        """Whether a coordinator has this island leave before the run has begun for it."""
         if state.directive == "leave":
             self.leaving = state.directive_reason or "asked to leave"
         return bool(self.leaving)
 
-    def _start_afresh(self) -> None:
-        """Counts tokens and steps from here: what went before is in no contribution any more."""
-        self._adopted = [(self.tokens, self.at_step)] * len(self.replica.fragments)
+    def _stand(self, step: int) -> None:
+        """Goes to where the run stands, or others are at inner step `step`; what is counted from a step moves along."""
+        moving = enumerate(self.replica.position[: len(self.schedule.offsets)])
+        before, rounds = self.at_step, [p.round + ((f, p.round) in self._overdue) for f, p in moving]
+        self.at_step = self.schedule.position(rounds, step)
+        moved = self.at_step - before
+        self._adopted = [(tokens, at + moved) for tokens, at in self._adopted]
+        self._overdue = {key: at + moved for key, at in self._overdue.items()}
 
-    def _seed(self, state: pb.RunState) -> None:
-        """Sends the first parameters where that is asked of this island."""
-        if state.seeder == self.island_id:
-            for fragment in range(len(self.replica.fragments)):
-                # Refused: the run has them, and the receipt was lost; or the lease is over, as the next beat will say.
-                with contextlib.suppress(StaleEpoch):
-                    self._together(partial(self.courier.seed, fragment))
+    def _start_afresh(self, fragments: Iterable[int]) -> None:
+        """Counts tokens and steps of fragments from here: what went before is in no contribution any more."""
+        for fragment in fragments:
+            self._adopted[fragment] = (self.tokens, self.at_step)
 
     def _rejoin(self, error: StaleEpoch) -> None:
-        """Joins again under a new epoch. Inner optimizer state is kept; what was not contributed is lost."""
+        """Joins again under a new epoch where the lease is lost, and takes up the fragments of that coordinator.
+
+        Those of others stay as they are, and what is in flight of them. Inner optimizer state is kept; what was not
+        contributed is lost.
+        """
+        step, back = self.at_step, list[Seat]()
         while True:
-            self._rejoins_in_a_row += 1
-            if self._rejoins_in_a_row > REJOINS:
+            lost = self._seats.lost()
+            if not lost or any(seat.losses >= REJOINS for seat in lost):
                 raise error
             self.rejoins += 1
-            self._say("the lease of epoch %d is lost (%s): joining again", self.epoch, error.message)
-            self.courier.abandon()
-            self._flights.clear()
-            self._overdue.clear()
-            accepted, step = self.courier.accepted, self.at_step
             try:
-                self._begin(self._enter_again())
-                self.courier.accepted = accepted
+                for seat in lost:
+                    self._say("the lease of epoch %d is lost (%s): joining again", seat.epoch, error.message)
+                    for key in [key for key in self._flights if key[0] in seat.fragments]:
+                        del self._flights[key]
+                        self._overdue.pop(key, None)
+                    seat.enter_again(self.config)
+                    back.append(seat)
                 self._take_up()
+                break
             except StaleEpoch as again:
                 error = again
-                continue
-            self.record("rejoin", step=self.at_step, epoch=self.epoch, reason=error.message)
-            self._say("joined again: epoch %d, from step %d to step %d", self.epoch, step, self.at_step)
-            return
-
-    def _enter_again(self) -> pb.JoinReply:
-        reply = self._lease.enter_again()
-        if load_run(reply.config_toml, "the coordinator").value.digest != self.config.digest:
-            raise RunMismatch(
-                f"run '{reply.run_id}' has other settings than when island '{self.island_id}' joined it: start it again"
-            )
-        return reply
+        for seat in dict.fromkeys(back):
+            self.record("rejoin", step=self.at_step, epoch=seat.epoch, coordinator=seat.index, reason=error.message)
+            self._say("joined again: epoch %d, from step %d to step %d", seat.epoch, step, self.at_step)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -328,14 +315,13 @@ class Session:
             return
         self.at_step += 1
         self.tokens += tokens
-        if self.heart:
-            self.heart.report(step=self.at_step)
-            if loss is not None and math.isfinite(loss):
-                self.heart.report(loss=loss)
+        self.tell(step=self.at_step)
+        if loss is not None and math.isfinite(loss):
+            self.tell(loss=loss)
         try:
             self._edge(loss)
         except StaleEpoch as error:
-            _settle(self._model)
+            settle(self._model)
             self._rejoin(error)
 
     def _edge(self, loss: float | None) -> None:
@@ -345,9 +331,9 @@ class Session:
         while word.directive == "pause":
             time.sleep(POLL_S)
             word = self._listen(loss)
-        due = [a for a in self.schedule.due(self.at_step) if self._ahead(a)]
+        due = [a for a in self.schedule.due(self.at_step) if self._ahead(a) and not self._sent(a)]
         if due or self._overdue or not word.finite:
-            _settle(self._model)
+            settle(self._model)
         for key in list(self._overdue):
             self._finish(key, may_go_on=not any(isinstance(a, Send) and a.fragment == key[0] for a in due))
         sends = [a for a in due if isinstance(a, Send) and self._ahead(a)]
@@ -362,6 +348,10 @@ class Session:
         """Whether a round has yet to end for this island."""
         return action.round >= self.replica.position[action.fragment].round
 
+    def _sent(self, action: Send | Apply) -> bool:
+        """Whether it is a contribution that is in flight: the island has gone back to a step before it was sent."""
+        return isinstance(action, Send) and (action.fragment, action.round) in self._flights
+
     def _say(self, line: str, *values: object) -> None:
         """Tells people, once for the island."""
         if self._group.rank == 0:
@@ -371,44 +361,19 @@ class Session:
         """What all ranks know, after a little wait for `task`. Collective; what any rank has to raise, all raise."""
         if task is not None:
             wait([task], wait_s)
-        heart, error = self.heart, self._lease.trouble() or self._failure()
-        row = [
-            loss is None or math.isfinite(loss),
-            task is None or task.done(),
-            0 if error is None else 2 if isinstance(error, Malformed) else 1,
-            heart is not None and heart.silent,
-            DIRECTIVES.index(heart.directive) if heart and heart.directive in DIRECTIVES else 0,
-        ]
-        rows = self._group.numbers(row)
-        if any(row[2] for row in rows):
-            if all(row[2] != 1 for row in rows):
-                self._group.from_first(self._lease.look)  # a coordinator at an earlier state knows no such round
-            self._group.raise_first(error)
-        directive = DIRECTIVES[rows[0][4]]
-        self.courier.held = directive == "pause"
-        return Word(
-            finite=all(row[0] for row in rows),
-            done=all(row[1] for row in rows),
-            silent=bool(rows[0][3]),
-            directive=directive,
-        )
+        finite = loss is None or math.isfinite(loss)
+        return self._seats.confer(finite=finite, done=task is None or task.done(), flights=self._flights)
 
-    def _failure(self) -> DilocoError | None:
-        """What has failed a flight of this rank for good."""
-        errors = [flight.exception() for flight in self._flights.values() if flight.done()]
-        return next((e for e in errors if isinstance(e, DilocoError) and not isinstance(e, Expired)), None)
-
-    def _together(self, work: Callable[[], T]) -> T:
+    def _together(self, seat: Seat, work: Callable[[], T]) -> T:
         """Does a rank's bulk work off its training thread; returns once every rank's is done. Collective."""
-        task = self._pool.submit(work)
+        task = seat.pool.submit(work)
         while not self._listen(task=task).done:
             pass
-        return self._result(task)
+        return self._result(seat, task)
 
-    def _result(self, task: Future[T]) -> T:
+    def _result(self, seat: Seat, task: Future[T]) -> T:
         """This rank's result of what is done on all ranks, or the first rank's error. Collective."""
-        error = task.exception()
-        known = error if isinstance(error, DilocoError) else None
+        known = seat.failure(task)
         if any(row[0] for row in self._group.numbers([known is not None])):
             self._group.raise_first(known)
         return task.result()
@@ -425,8 +390,9 @@ class Session:
             self._roll_back(reason)
         for send in sends:
             if reason:
-                self._flights[send.fragment, send.round] = self._pool.submit(
-                    self.courier.sit_out, send.fragment, send.round, reason
+                seat = self._seats.of(send.fragment)
+                self._flights[send.fragment, send.round] = seat.pool.submit(
+                    seat.courier.sit_out, send.fragment, send.round, reason
                 )
             else:
                 self._send(send.fragment, send.round)
@@ -436,18 +402,18 @@ class Session:
         since = sum(row[0] for row in self._group.numbers([self.tokens - tokens]))
         failpoint("stage-begun")
         staged = self.replica.stage(fragment)
-        position = self.replica.position[fragment]
-        work = self._pool.submit(
-            self.courier.exchange, fragment, round_, position.version, staged, since, self.at_step - steps
+        position, seat = self.replica.position[fragment], self._seats.of(fragment)
+        self._flights[fragment, round_] = seat.pool.submit(
+            seat.courier.exchange, fragment, round_, position.version, staged, since, self.at_step - steps
         )
-        self._flights[fragment, round_] = work
 
     def _roll_back(self, reason: str) -> None:
         """Goes back to the anchors, and drops the state of the inner optimizer: its moments hold NaN by now.
 
         The data goes on, so the batch that brought this is not met again. Buffers outside the run keep what they have.
         """
-        accepted = sum(row[0] for row in self._group.numbers([self.courier.accepted]))
+        mine = sum(seat.courier.accepted for seat in self._seats)
+        accepted = sum(row[0] for row in self._group.numbers([mine]))
         if accepted != self._accepted:
             self._accepted, self._rollbacks_in_a_row = accepted, 0
         self._rollbacks_in_a_row += 1
@@ -456,13 +422,14 @@ class Session:
             raise DivergedError(f"{what}, for the third time in a row: lower inner.lr", step=self.at_step)
         self._say("%s: going back to the anchors", what)
         self.rollbacks += 1
-        self.anchors.reset()
-        with self.courier.anchors:
+        for seat in self._seats:
+            seat.anchors.reset()
+        with self._seats.guard:
             self._settling.forget()
         if self.optimizer:
             self.optimizer.state.clear()
             self.optimizer.zero_grad()
-        self._start_afresh()
+        self._start_afresh(range(len(self._adopted)))
         self.record("rollback", step=self.at_step, reason=reason)
 
     # -- applying -------------------------------------------------------------------------------------------------
@@ -481,48 +448,50 @@ class Session:
         It returns without it where nobody answers at the coordinator and the island may train on for now; and where a
         round is overdue already, until its outcome is there.
         """
-        flight, told = self._flights[key], False
+        flight, told, seat = self._flights[key], False, self._seats.of(key[0])
         waits_on = may_go_on and self._overdue.get(key, self.at_step) < self.at_step
         while not (word := self._listen(task=flight, wait_s=0.0 if waits_on else SLICE_S)).done:
             at_bound = self._at_bound()
-            if may_go_on and (word.silent or waits_on) and not at_bound:
+            silent = word.silent[seat.index]
+            if may_go_on and (silent or waits_on) and not at_bound:
                 if not waits_on:
                     self._say("no coordinator answers: training on without round %d of fragment %d", key[1], key[0])
                 return
             waits_on = False
-            if word.silent and not told:
+            if silent and not told:
                 self._say("pausing at step %d until round %d of fragment %d has ended", self.at_step, key[1], key[0])
                 told = True
-        self._adopt(key)
-        if self.heart:
-            self.heart.rounds = tuple(p.round for p in self.replica.position)
+        self._adopt(seat, key)
+        del self._flights[key]
+        self._overdue.pop(key, None)
+        if seat.heart:
+            seat.heart.rounds = tuple(p.round for p in self.replica.position)
 
     def _at_bound(self) -> bool:
         """Whether the island may not train on without a coordinator."""
         first = min(self._overdue.values(), default=self.at_step)
         return self.done or self.at_step - first >= self.config.sync.max_steps_without_coordinator
 
-    def _adopt(self, key: Key) -> None:
-        """Applies the outcome that all ranks have."""
+    def _adopt(self, seat: Seat, key: Key) -> None:
+        """Applies the outcome that all ranks have; from the beginning where a lost lease has interrupted it."""
         fragment, round_ = key
-        flight = self._flights.pop(key)
-        late = self.at_step - self._overdue.pop(key, self.at_step)
+        late = self.at_step - self._overdue.get(key, self.at_step)
         try:
-            header = self._result(flight)
+            header = self._result(seat, self._flights[key])
         except Expired as error:
             self._say("fragment %d: %s; doing so", fragment, error.message)
             self._settling.settle(fragment, Ending.PASSED_OVER)
-            self.anchors.replace(fragment)
+            seat.anchors.replace(fragment)
             self.replica.mix(fragment, alpha=0.0)
             self._adopted[fragment] = (self.tokens, self.at_step)
             return
         if late:
             self._say("fragment %d round %d is applied %d steps after its sync", fragment, round_, late)
-        self._rejoins_in_a_row = 0
+        seat.losses = 0
         ending = Ending.COMMITTED if header.outcome == "committed" else Ending.NOT_COMMITTED
         self._settling.settle(fragment, ending)
         if ending is Ending.COMMITTED:
-            self.anchors.confirm(fragment, Stand(header.version, round_ + 1, header.digest))
+            seat.anchors.confirm(fragment, Stand(header.version, round_ + 1, header.digest))
             self.replica.mix(fragment)
             failpoint("mixed")
             self.rounds += 1
@@ -537,20 +506,25 @@ class Session:
     @contextlib.contextmanager
     def outer_parameters(self) -> Iterator[nn.Module]:
         """Within it, the model computes with the outer parameters; afterwards with its own again. Collective."""
-        with self.courier.anchors:
-            _settle(self._model)
+        with self._seats.guard:
+            settle(self._model)
             self.replica.swap()
             try:
                 yield self._model
             finally:
-                _settle(self._model)
+                settle(self._model)
                 self.replica.swap()
 
     def digests(self) -> list[str]:
         """The digest of each fragment's anchor, as the coordinator shows it. Collective."""
-        return [show(self.anchors.digest(f)[0]) for f in range(len(self.replica.fragments))]
+        fragments = range(len(self.replica.fragments))
+        return [show(self._seats.of(f).anchors.digest(f)[0]) for f in fragments]
 
     # -- leaving ----------------------------------------------------------------------------------------------------
+
+    def tell(self, **progress: float) -> None:
+        """Puts figures of the island into the next heartbeats, as `Heart.report` does."""
+        self._seats.report(**progress)
 
     def report(self) -> tuple[int, int]:
         """Puts the island's tokens and traffic into the next heartbeats. Collective.
@@ -558,18 +532,18 @@ class Session:
         Returns:
             Bytes that the island's ranks have sent and received, counted at their sockets.
         """
-        rows = self._group.numbers([self.tokens, *self._link.traffic()])
+        rows = self._group.numbers([self.tokens, *self._seats.traffic()])
         tokens, up, down = (sum(row[i] for row in rows) for i in range(3))
-        if self.heart:
-            self.heart.report(tokens=tokens, bytes_up=up, bytes_down=down)
+        self.tell(tokens=tokens, bytes_up=up, bytes_down=down)
         return up, down
 
     def _go(self) -> None:
         """Applies what is in flight, and has the island leave, as the coordinator asks."""
         for key in list(self._flights):
             self._finish(key, may_go_on=False)
-        heart = self.heart
-        reason = self._group.from_first(lambda: heart.directive_reason.encode() if heart else b"").decode()
+        hearts = [seat.heart for seat in self._seats]
+        reasons = [h.directive_reason.encode() for h in hearts if h and h.directive == "leave"]
+        reason = self._group.from_first(lambda: next(iter(reasons), b"")).decode()
         self.leaving = reason or "asked to leave"
 
     def leave(self, reason: str) -> None:
@@ -577,10 +551,8 @@ class Session:
         self._shut(self.leaving or reason)
 
     def _shut(self, reason: str) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._lease.leave(reason)
+        self._seats.leave(reason)
         self._closing.close()
-        self._link.close()
 
 
 def _why(error: BaseException) -> str:
@@ -590,11 +562,3 @@ def _why(error: BaseException) -> str:
 
 def _no_record(*_: object, **__: object) -> None:
     """Records nothing."""
-
-
-def _settle(model: nn.Module) -> None:
-    """Has FSDP drop gathered copies, which would be stale once the shards change."""
-    for module in model.modules():
-        reshard = getattr(module, "reshard", None)
-        if callable(reshard):
-            reshard()

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from diloco.config import load_run
 from diloco.v1 import coordinator_pb2 as pb
 
 WATCH_S = 2.0
@@ -35,11 +36,18 @@ def as_dict(reply: pb.StatusReply) -> dict[str, Any]:
         "participation": _known(reply.participation),
         "layout_digest": reply.layout_digest,
         "parameters": reply.parameters,
+        **_spread(reply),
         "bytes_up": sum(i.progress.bytes_up for i in reply.islands),
         "bytes_down": sum(i.progress.bytes_down for i in reply.islands),
         "islands": [_island(i) for i in reply.islands],
         "fragments": [_fragment(f) for f in reply.state.fragments],
     }
+
+
+def _spread(reply: pb.StatusReply) -> dict[str, Any]:
+    """Where the coordinators of the run are, and which of them this is."""
+    run = load_run(reply.config_toml, "the coordinator").value.run
+    return {"coordinators": list(run.coordinators), "coordinator_index": run.coordinator_index}
 
 
 def _island(i: pb.IslandStatus) -> dict[str, Any]:
@@ -94,7 +102,17 @@ def page(reply: pb.StatusReply) -> Group:
     parts: list[Any] = [_headline(data)]
     if data["paused"] or "being stopped" in data["reason"]:
         parts.append(Text(f"the run is {data['reason']}", style="bold yellow"))
+    if data["coordinators"]:
+        parts.append(Text(_map(data)))
     return Group(*parts, Text(), _islands(data), Text(), _fragments(data))
+
+
+def _map(data: dict[str, Any]) -> str:
+    """Which coordinator this is, what it keeps, and where the others are."""
+    mine, addresses = data["coordinator_index"], data["coordinators"]
+    kept = ", ".join(str(f["fragment"]) for f in data["fragments"]) or "none yet"
+    others = ", ".join(f"{i} at {address}" for i, address in enumerate(addresses) if i != mine)
+    return f"coordinator {mine} of {len(addresses)} keeps fragments {kept}" + (f"; {others}" if others else "")
 
 
 def watch(look: Callable[[], pb.StatusReply], pause: Callable[[float], object]) -> None:

@@ -2,7 +2,7 @@
 
     <name>.header   of the answer that the bytes belong to (serialized FetchHeader)
     <name>.payload  the bytes, from the first
-    <name>.sums     a record for each chunk: offset, length, XXH3-64 with the offset as seed
+    <name>.sums     a record for each chunk: offset, length, and its check (`diloco/framing.py`)
 
 Nothing is synced, so all of it is read again, chunk by chunk, before it counts.
 """
@@ -13,10 +13,9 @@ import struct
 from pathlib import Path
 
 import torch
-import xxhash
 from google.protobuf.message import DecodeError
 
-from diloco.framing import Collector
+from diloco.framing import Collector, unchunk
 from diloco.v1 import coordinator_pb2 as pb
 
 _RECORD = struct.Struct("<QQQ")
@@ -65,21 +64,19 @@ class Spool(Collector):
         for offset, length, check in _RECORD.iter_unpack(records[: len(records) // _RECORD.size * _RECORD.size]):
             if offset != self.have or not 0 < length <= len(self._view) - offset:
                 break
-            if xxhash.xxh3_64_intdigest(self._view[offset : offset + length], seed=offset) != check:
+            if not self._assembly.fits(self._view[offset : offset + length], check):
                 break
-            self._assembly.have += length
+            self._assembly.took()
             good += 1
         with self._sums_path.open("r+b") as sums:
             sums.truncate(good * _RECORD.size)
 
     def add(self, message: bytes) -> None:
         """Takes one message; raises what `Assembly.fresh` does."""
-        offset = self.have
         super().add(message)
-        block = self._view[offset : self.have]
+        offset, check, block = unchunk(message)
         with self._sums_path.open("ab") as sums:
-            if len(block):
-                sums.write(_RECORD.pack(offset, len(block), xxhash.xxh3_64_intdigest(block, seed=offset)))
+            sums.write(_RECORD.pack(offset, len(block), check))
 
 
 def remove(path: Path) -> None:

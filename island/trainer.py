@@ -111,8 +111,8 @@ class Trainer:
         """Evaluates the outer parameters; without a run, the model's own."""
         within = self.site.outer_parameters() if self.site else nullcontext()
         loss = held_out_loss(self.model, self.text, self.island.eval.sequences, self.device, group, within)
-        if self.site and self.site.heart:
-            self.site.heart.report(outer_loss=loss)
+        if self.site:
+            self.site.tell(outer_loss=loss)
         self.metrics.record("eval", step=step, outer_loss=loss, tokens=tokens)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Literal
 
@@ -105,6 +108,56 @@ class Proxy:
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+class Bottleneck(Proxy):
+    """A line of so many bytes a second each way, shared by all connections, behind a queue that takes everything: what
+    one connection puts into it all others wait behind. So do home routers and cheap links. Behind it bytes take
+    `delay_s` to arrive."""
+
+    def __init__(self, target: str, bytes_per_s: float, delay_s: float = 0.0) -> None:
+        self._bytes_per_s, self._delay_s = bytes_per_s, delay_s
+        self._queues: dict[Way, queue.SimpleQueue[tuple[socket.socket, bytes] | None]]
+        self._queues = {"up": queue.SimpleQueue(), "down": queue.SimpleQueue()}
+        self._over = threading.Event()
+        self._drains = [threading.Thread(target=self._drain, args=(way,), daemon=True) for way in self._queues]
+        for drain in self._drains:
+            drain.start()
+        super().__init__(target)
+
+    def close(self) -> None:
+        self._over.set()
+        for waiting in self._queues.values():
+            waiting.put(None)
+        super().close()
+        for drain in self._drains:
+            drain.join(BOUND_S)
+
+    def _pump(self, way: Way, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self._queues[way].put((sink, data))
+        self._queues[way].put((sink, b""))
+
+    def _drain(self, way: Way) -> None:
+        free_at, under_way = 0.0, deque[tuple[float, socket.socket, bytes]]()
+        while not self._over.is_set():
+            now = time.monotonic()
+            while under_way and under_way[0][0] <= now:
+                _, sink, data = under_way.popleft()
+                self.count[way] += len(data)
+                with contextlib.suppress(OSError):
+                    if data:
+                        sink.sendall(data)
+                    else:
+                        sink.shutdown(socket.SHUT_WR)
+            try:
+                item = self._queues[way].get(timeout=max(0.0, under_way[0][0] - now) if under_way else None)
+            except queue.Empty:
+                continue
+            if item is not None:
+                free_at = max(free_at, time.monotonic()) + len(item[1]) / self._bytes_per_s
+                under_way.append((free_at + self._delay_s, *item))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from coordinator import rounds
 from coordinator.cli import listen_on
 from coordinator.facts import Accepted, Entry, Fact, Phase, Planted
 from coordinator.files import Files
-from coordinator.fold import Part
+from coordinator.fold import Outer, Part, fold
 from coordinator.gate import Gate
 from coordinator.health import Health
 from coordinator.rounds import Beat, Contributed, Event, Joined, Leaving, Seeded, Spoiled, Tick
@@ -419,7 +419,7 @@ class Rig:
     def started(self, *islands: str) -> list[Visitor]:
         """Islands of a run that has started from the first one's parameters, `draw(fragment, 0)`."""
         visitors = [self.island(island) for island in islands]
-        for fragment in self.run.fragments:
+        for fragment in (f for f in self.run.fragments if not f.elsewhere):
             visitors[0].push(fragment, draw(fragment, 0), seed=True)
         phases = [visitor.beat(ready=True).phase for visitor in visitors]
         assert phases[-1] == "running"
@@ -439,3 +439,8 @@ class Rig:
     def inbox(self) -> list[str]:
         """Names of the files of contributions."""
         return sorted(path.name for path in (self.run.store.root / "inbox").iterdir())
+
+
+def folded(fragment: Fragment, outer: Outer, *arguments: Any) -> tuple[Outer, Tensor]:
+    """What `fold` gives, with `outer` left as it is."""
+    return fold(fragment, outer.copy(), *arguments)

@@ -74,6 +74,28 @@ def test_a_wrong_run_file(command: str, lines: str, says: str) -> None:
     assert not Path("state").exists()
 
 
+@pytest.mark.parametrize(
+    ("index", "coordinators", "says"),
+    [
+        (
+            2,
+            ["a:1", "b:1"],
+            "run.coordinator_index (2) names none of run.coordinators (2 of them): set run.coordinator",
+        ),
+        (1, [], "run.coordinator_index (1) names none of run.coordinators (1 of them)"),
+        (0, ["a:1", "b:1", "c:1"], "run.coordinators (3 of them) are more than sync.fragments (2)"),
+        (0, ["a:1", "a:1"], 'names an address twice, and each coordinator has its own: set run.coordinators=["a:1"]'),
+        (0, ["a:1", "b"], "'run.coordinators.1': string should match pattern"),
+    ],
+)
+def test_a_coordinator_that_the_run_has_no_place_for(index: int, coordinators: list[str], says: str) -> None:
+    text = RUN.replace("[sync]", f"coordinators = {json.dumps(coordinators)}\n[sync]")
+    Path("run.toml").write_text(text + "fragments = 2\nstrategy = 'strided'\n")
+    command = f"coordinator run.toml --index {index} --state state --listen 127.0.0.1:0"
+    refused(diloco_here(*command.split()), ExitCode.USAGE, says)
+    assert not Path("state").exists()
+
+
 @pytest.mark.parametrize(("lines", "says"), [f[1:] for f in ISLAND_FAULTS], ids=[f[0] for f in ISLAND_FAULTS])
 @pytest.mark.parametrize("command", ["config check island.toml", "island island.toml --coordinator 127.0.0.1:1"])
 def test_a_wrong_island_file(command: str, lines: str, says: str) -> None:

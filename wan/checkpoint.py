@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coordinator.snapshots import load_snapshot
+from coordinator.snapshots import Snapshot, load_snapshot
 from diloco.config import ModelConfig
 from diloco.errors import InputError
 from island.model import Decoder, llama_name, our_name, to_llama
@@ -48,23 +48,41 @@ class Checkpoint:
         return decoder.eval()
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path, *others: Path) -> Checkpoint:
     """Reads a coordinator's state folder (its newest snapshot) or a folder that `export` wrote.
 
+    Args:
+        path: the folder.
+        others: state folders of the other coordinators of the run, where it has several.
+
     Raises:
-        InputError: neither of the two, or a state folder without a snapshot yet.
+        InputError: neither of the two, a state folder without a snapshot yet, or not those of all coordinators.
         DigestMismatch: damaged snapshot files.
     """
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() and not others:
         return _load_export(path)
+    snapshots = {found.config.run.coordinator_index: found for found in map(_snapshot, (path, *others))}
+    first = snapshots[min(snapshots)]
+    run = first.config.run
+    missing = [str(index) for index in range(run.coordinator_count) if index not in snapshots]
+    if missing or len(snapshots) <= len(others) or len({s.config.digest for s in snapshots.values()}) > 1:
+        raise InputError(
+            f"the state folders must be those of all {run.coordinator_count} coordinators of run '{run.id}', each "
+            f"once; missing: {', '.join(missing) or 'none'}"
+        )
+    together = zip(*(snapshot.outers for snapshot in snapshots.values()), strict=True)
+    return Checkpoint(
+        model=first.config.model,
+        tensors={name: tensor for snapshot in snapshots.values() for name, tensor in snapshot.tensors().items()},
+        versions=tuple(max(outer.version for outer in outers) for outers in together),
+    )
+
+
+def _snapshot(path: Path) -> Snapshot:
     snapshot = load_snapshot(path)
     if snapshot is None:
         raise InputError(f"{path} has no snapshot yet: its run has no first parameters, or it is no state folder")
-    return Checkpoint(
-        model=snapshot.config.model,
-        tensors=snapshot.tensors(),
-        versions=tuple(outer.version for outer in snapshot.outers),
-    )
+    return snapshot
 
 
 def _load_export(path: Path) -> Checkpoint:

@@ -90,14 +90,21 @@ def _leave(number: int, frame: object) -> NoReturn:
 
 
 @click.command()
-@click.option("--state", required=True, metavar="DIR", help="A coordinator's state folder.")
+@click.option(
+    "--state",
+    "states",
+    required=True,
+    multiple=True,
+    metavar="DIR",
+    help="A coordinator's state folder; give those of all where the run has several.",
+)
 @click.option("--to", required=True, metavar="OUT", help="Folder to make.")
-def export(state: str, to: str) -> None:
+def export(states: tuple[str, ...], to: str) -> None:
     """Write the outer parameters as safetensors that transformers loads as a Llama model."""
     from wan.checkpoint import export as write
     from wan.checkpoint import load
 
-    checkpoint = load(Path(state))
+    checkpoint = load(*map(Path, states))
     write(checkpoint, Path(to))
     click.echo(
         f"{to}: {sum(t.numel() for t in checkpoint.tensors.values()):,} parameters at versions "

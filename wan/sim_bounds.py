@@ -10,7 +10,7 @@ from diloco.config import RunConfig
 from diloco.errors import DilocoError
 from wan.sim_coordinator import SimCoordinator
 from wan.sim_disk import Disk
-from wan.sim_service import key_of
+from wan.sim_service import slot_of
 from wan.sim_wire import IDLE_S, Reply, Request
 
 ANSWER_S = 8.0
@@ -49,28 +49,28 @@ class Bounds:
 
     def stored(self, request: Request, have: int) -> None:
         """So many bytes of a push have come, from the first."""
-        key = key_of(request)
-        digest, before = self._stored.get(key.slot, ("", 0))
-        if digest == key.digest and have < before:
-            self.violate("I11", f"{before} bytes of {key} had come, and now {have}")
-        self._stored[key.slot] = key.digest, have
+        slot = slot_of(request)
+        digest, before = self._stored.get(slot, ("", 0))
+        if digest == request.digest and have < before:
+            self.violate("I11", f"{before} bytes of {slot} had come, and now {have}")
+        self._stored[slot] = request.digest, have
 
     def answered(self, request: Request, reply: Reply) -> None:
         """A reply is on its way."""
         if request.method == "push" or reply.settled:
-            self._stored.pop(key_of(request).slot, None)
+            self._stored.pop(slot_of(request), None)
 
     def resumed(self, request: Request, have: int) -> None:
         """A push is told to go on at byte `have`."""
-        key = key_of(request)
-        digest, stored = self._stored.get(key.slot, ("", 0))
-        if digest == key.digest and have < stored:
-            self.violate("I11", f"{stored} bytes of {key} had come, and are to come again from {have}")
+        slot = slot_of(request)
+        digest, stored = self._stored.get(slot, ("", 0))
+        if digest == request.digest and have < stored:
+            self.violate("I11", f"{stored} bytes of {slot} had come, and are to come again from {have}")
 
     def refused(self, request: Request, error: DilocoError) -> None:
         """A refusal is on its way; a payload that is whole, or that the disk did not take, is forgotten."""
         if request.method == "push":
-            slot = key_of(request).slot
+            slot = slot_of(request)
             _, have = self._stored.get(slot, ("", 0))
             if have == request.total_bytes or "cannot be stored" in error.message:
                 self._stored.pop(slot, None)
@@ -97,8 +97,8 @@ class Bounds:
         """A tick has passed: nothing is kept that is over."""
         for upload in coordinator.uploads.over(coordinator.intake.over):
             if upload.stream is None:
-                self.violate("I6", f"{upload.key} is kept, and can count no more")
-        left = self.disk.partials.keys() - {upload.key.name for upload in coordinator.uploads.uploads.values()}
+                self.violate("I6", f"{upload.slot} is kept, and can count no more")
+        left = self.disk.partials.keys() - {upload.slot.name for upload in coordinator.uploads.uploads.values()}
         if left:
             self.violate("I6", f"uploads are left behind: {sorted(left)}")
         for fragment in range(len(coordinator.outers)):

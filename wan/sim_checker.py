@@ -128,7 +128,7 @@ class Checker:
             case "gone":
                 self._epochs[body["island"]] = 0
             case "planted":
-                self.outers = list(self._genesis)
+                self.outers = [outer.copy() for outer in self._genesis]
                 self.digests = {(f, 0): outer.digest for f, outer in enumerate(self.outers)}
             case "resumed":
                 self._paused = False
@@ -299,7 +299,7 @@ class Checker:
 
     def planted(self, outers: list[Outer]) -> None:
         """The coordinator has written first parameters; they count once the ledger says so."""
-        self._genesis = outers
+        self._genesis = [outer.copy() for outer in outers]
 
     def published(self, fragment: int, round_: int, outcome: Outcome) -> None:
         """The coordinator has published how a round ended."""
@@ -310,6 +310,10 @@ class Checker:
     def answered(self, request: Request, reply: Reply) -> None:
         """The coordinator has sent a reply."""
         self.bounds.answered(request, reply)
+        for fragment, counted in enumerate(reply.contributed):  # to a join: as good as receipts that were lost
+            for key in [k for k in self._parts if (k.island, k.fragment) == (request.island, fragment)]:
+                if key.round in counted.rounds and self._taken(key):
+                    self._acked[key].update(self._parts[key])
         push = request.method == "push" or reply.settled
         if push and not request.seed and not reply.dropped:
             key = Key(request.island, request.epoch, request.fragment, request.round)

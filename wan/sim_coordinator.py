@@ -7,10 +7,10 @@ other requests interleave.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ from wan.sim_stream import SimUploads
 from wan.sim_wire import Reply, Request, Served
 from wan.sim_world import Gate, Lock, Owner, Process, Steps, Work, World, drive
 
+T = TypeVar("T")
 ROOT = Path("disk")
 TICK_S = 1.0
 Row = tuple[str, dict[str, Any]]
@@ -101,7 +102,7 @@ class SimCoordinator(Owner):
             disk.snapshots.clear()
         else:
             found.forget(disk.snapshots[0].rounds)
-            found.over(disk.snapshots[-1].outers, disk.snapshots[-1].rounds)
+            found.over([outer.copy() for outer in disk.snapshots[-1].outers], disk.snapshots[-1].rounds)
         self.found = found
         """Where it takes the run up."""
         self.state = revive(found.state, self.clock())
@@ -123,10 +124,12 @@ class SimCoordinator(Owner):
         self._ends: list[Ended] = list(found.pending)
         self._ended_more = Gate()
         self._turn, self._worker, self._scribe = Lock(), Lock(), Lock()
-        self._waiting: Saved | None = None
+        self._locks: dict[int, Lock] = defaultdict(Lock)
+        """By fragment: who folds its tensors or reads them."""
+        self._snapshot_wanted = False
         self._snapshot_offered = Gate()
         self.admission = Admission(config.limits)
-        self.anchors = Anchors(config.rounds.lease_s, self.clock)
+        self.anchors = Anchors(config.rounds.lease_s, self.clock, lambda *_: None)
         self.uploads = self.uploads_kind(disk)
         self.intake = Intake(cast(Run, self))
         self.ticks = 0
@@ -257,7 +260,7 @@ class SimCoordinator(Owner):
     def _first_snapshot(self, outers: list[Outer]) -> Work[None]:
         yield from self.point("first snapshot written")
         self.disk.check()
-        self.disk.snapshots = [Saved(outers=tuple(outers), rounds=(0,) * len(outers))]
+        self.disk.snapshots = [Saved(outers=tuple(o.copy() for o in outers), rounds=(0,) * len(outers))]
         self.watcher.planted(outers)
         yield from self.point("first manifest written")
 
@@ -301,7 +304,7 @@ class SimCoordinator(Owner):
                 yield self._ended_more
             decision = self._ends.pop(0)
             if isinstance(decision, Committed):
-                yield from self._until_durable(partial(self._fold, decision))
+                yield from self._locks[decision.fragment].hold(self._fold(decision))
             else:
                 outer = self.outers[decision.fragment]
                 ended = "skipped" if isinstance(decision, Skipped) else "aborted"
@@ -309,17 +312,15 @@ class SimCoordinator(Owner):
             self.changed.open()
             if self.committed - self._offered >= self.config.snapshot.every_rounds:
                 self._offered = self.committed
-                self._waiting = Saved(outers=tuple(self.outers), rounds=tuple(self.ended))
+                self._snapshot_wanted = True
                 self._snapshot_offered.open()
 
-    def _until_durable(self, work: Callable[[], Work[Any]]) -> Work[None]:
+    def _until_durable(self, work: Callable[[], Work[T]]) -> Work[T]:
         while True:
             try:
-                yield from work()
+                return (yield from work())
             except OSError:
                 yield TICK_S
-            else:
-                return
 
     def compute(self, decision: Committed) -> tuple[Outer, Tensor]:
         """What a committed round comes to."""
@@ -332,26 +333,43 @@ class SimCoordinator(Owner):
         return fold(chart, outer, parts, decision.shares, self.config.outer, self.down)
 
     def _fold(self, decision: Committed) -> Work[None]:
-        fragment, round_ = decision.fragment, decision.round
-        name = f"update-{fragment}-{round_}"
+        """Moves the fragment's tensors once, however often the disk fails, and publishes the round."""
 
-        def work() -> Work[Outer]:
-            new, update = self.compute(decision)
+        def work() -> Work[tuple[Outer, Tensor]]:
+            moved = self.compute(decision)
             yield from self.point("fold done")
-            yield from self.write_file(name, update)
-            self.disk.file(f"update-{fragment}-{round_ - UPDATES_KEPT}").unlink()
-            return new
+            return moved
 
-        new = yield from self._in_thread(self._worker, work())
+        new, update = yield from self._in_thread(self._worker, work())
+        yield from self._until_durable(lambda: self._keep_update(decision, new, update))
+        self.outers[decision.fragment] = new
+        self.committed += 1
+        path = self.disk.file(f"update-{decision.fragment}-{decision.round}").path
+        self._publish(decision, Outcome("committed", decision.reason, new.version, new.digest, path))
+
+    def _keep_update(self, decision: Committed, new: Outer, update: Tensor) -> Work[None]:
+        fragment, round_ = decision.fragment, decision.round
+
+        def work() -> Work[None]:
+            yield from self.write_file(f"update-{fragment}-{round_}", update)
+            self.disk.file(f"update-{fragment}-{round_ - UPDATES_KEPT}").unlink()
+
+        yield from self._in_thread(self._worker, work())
         known = self.digests.get((fragment, new.version), "")
         if known and known != show(new.digest):
             raise DigestMismatch(f"fragment {fragment} version {new.version} folds to other bits than before")
         if not known:
             yield from self._record([folded_row(fragment, round_, new)])
-        self.outers[fragment] = new
-        self.committed += 1
-        path = self.disk.file(name).path
-        self._publish(decision, Outcome("committed", decision.reason, new.version, new.digest, path))
+
+    def still(self, fragment: int) -> Work[tuple[Outer, int]]:
+        """A copy of a fragment's outer state as it is published, and rounds ended; no fold moves it meanwhile."""
+
+        def read() -> Work[tuple[Outer, int]]:
+            outer, ended = self.outers[fragment], self.ended[fragment]
+            yield from self.point("a fragment is read")
+            return outer.copy(), ended
+
+        return (yield from self._locks[fragment].hold(read()))
 
     def _publish(self, decision: Ended, outcome: Outcome) -> None:
         self.outcomes[decision.fragment, decision.round] = outcome
@@ -362,20 +380,24 @@ class SimCoordinator(Owner):
     # -- beside the run ---------------------------------------------------------------------------------------------
 
     def _keep(self) -> Work[None]:
-        """Writes the snapshots that are offered, as `Keeper.work` does."""
+        """Writes the snapshots that are asked for, as `Keeper.work` does."""
         while True:
-            while self._waiting is None:
+            while not self._snapshot_wanted:
                 yield self._snapshot_offered
-            saved = self._waiting
+            self._snapshot_wanted = False
             try:
-                yield from self._save(saved)
+                yield from self._save()
             except OSError:
+                self._snapshot_wanted = True
                 yield TICK_S
-                continue
-            if self._waiting is saved:
-                self._waiting = None
 
-    def _save(self, saved: Saved) -> Work[None]:
+    def _save(self) -> Work[None]:
+        outers, rounds_ = [], []
+        for fragment in range(len(self.outers)):
+            outer, ended = yield from self.still(fragment)
+            outers.append(outer)
+            rounds_.append(ended)
+        saved = Saved(outers=tuple(outers), rounds=tuple(rounds_))
         yield from self.point("snapshot written")
         self.disk.check()
         self.disk.snapshots = [*self.disk.snapshots, saved]

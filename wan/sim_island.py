@@ -103,7 +103,7 @@ class SimIsland(Owner):
         super().__init__()
         self.shape, self.world, self.outside = shape, world, outside
         self.config, self.layout, self.fragments = config, layout, fragments
-        self.schedule = Schedule.of(config)
+        self.schedule = Schedule.kept(config)
         self.link = self.link_kind(shape.id, world, outside, chunk_bytes)
         self.finished = False
         self.slow = 1.0
@@ -267,8 +267,7 @@ class SimIsland(Owner):
             yield 0.5
             state = yield from self._poll()
         moving = [p.round for p in self.replicas[0].position[: len(self.schedule.offsets)]]
-        ahead = min((self.schedule.sync_step(p, r) for p, r in enumerate(moving)), default=0)
-        self.at_step = min(max(self.schedule.position(moving), state.step), ahead - 1)
+        self.at_step = self.schedule.position(moving, state.step)
         self._start_afresh()
 
     def take_up(self, fragment: int, stand: Stand) -> Work[None]:

@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
 from diloco.errors import CodecError, DeadlineExceeded, DilocoError, Expired, Overload, Unreachable
 from diloco.feedback import Fate
-from diloco.framing import Collector, chunks
+from diloco.framing import Collector, chunks, digest_of
 from wan.sim_wire import Answer, Reply, Request
 from wan.sim_world import Gate, Work, World
 
@@ -67,18 +66,19 @@ class SimLink:
 
     def push(self, request: Request, payload: Tensor) -> Work[Reply]:
         """Streams one rank's part; on a cut line, goes on at the first byte that the coordinator lacks."""
-        sent = replace(request, total_bytes=payload.numel(), digest=xxhash.xxh3_128_hexdigest(payload.numpy().data))
+        sent = replace(request, total_bytes=payload.numel(), digest=digest_of([payload], payload.numel()))
         state = {"ask": False, "first": 0}
 
         def attempt(progress: Callable[[int], None]) -> Work[Reply]:
             if state["ask"]:
                 reply = yield from self._once(replace(sent, method="resume"), None)
-                if reply.settled:
+                same = reply.have_digest == digest_of([payload], reply.have_bytes)
+                if reply.settled and (same or not reply.have_digest):
                     return reply
-                state["first"] = reply.have_bytes
-                progress(reply.have_bytes)
+                state["first"] = reply.have_bytes if same or reply.settled else 0
+                progress(state["first"])
             state["ask"] = True
-            messages = tuple(chunks([payload], self.chunk_bytes, state["first"]))
+            messages = tuple(chunks([payload], self.chunk_bytes, state["first"], ended=True))
             return (yield from self._once(replace(sent, first_byte=state["first"], messages=messages), None))
 
         return (yield from self._retried(attempt, PUSH_AGAIN, PATIENCE_S))

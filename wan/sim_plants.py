@@ -14,10 +14,11 @@ from coordinator.fold import Outer, fold
 from coordinator.intake import Intake
 from coordinator.run import Run
 from coordinator.state import State, with_member
-from coordinator.upload import Key
+from coordinator.upload import Slot
 from diloco.config import RunConfig
 from diloco.errors import StaleEpoch
 from diloco.feedback import Fate
+from diloco.framing import Assembly
 from diloco.replica import Position
 from wan.sim_coordinator import Row, Watcher
 from wan.sim_disk import Disk
@@ -121,6 +122,24 @@ class ApplyTwice(SimService):
         return fold(chart, outer, parts, decision.shares, self.config.outer, self.down)
 
 
+class FoldAgain(SimService):
+    """Folds again where the disk fails the update, and so moves the tensors twice: here, in every third round."""
+
+    def compute(self, decision: Committed) -> tuple[Outer, Tensor]:
+        """Folds twice."""
+        moved = super().compute(decision)
+        return super().compute(decision) if decision.round % 3 == 1 else moved
+
+
+class ReadWhileMoving(SimService):
+    """Reads the tensors of a fragment whether or not a fold has moved them that nobody has heard of."""
+
+    def still(self, fragment: int) -> Work[tuple[Outer, int]]:
+        """Waits for nobody."""
+        yield from self.point("a fragment is read")
+        return self.outers[fragment].copy(), self.ended[fragment]
+
+
 class FoldUnsyncedDecision(SimService):
     """Acts on facts before the ledger has them."""
 
@@ -154,12 +173,16 @@ class ForgetOutcomes(SimService):
 
 
 class _TrustedUpload(SimUpload):
-    def reread(self) -> int:
-        """Takes the size of the file for what has come."""
-        return min(len(self.file.data), self.total_bytes or 0)
+    def add(self, message: bytes) -> bool:
+        """Keeps the digest of what has come beside the file."""
+        moved = super().add(message)
+        cast(Any, self.file).known = self._assembly
+        return moved
 
-    def check_complete(self) -> None:
-        """Takes the checksums of chunks for enough."""
+    def reread(self, until: int) -> Assembly:
+        """Goes on with that digest, where the file has as many bytes."""
+        known: Assembly | None = getattr(self.file, "known", None)
+        return known if known and known.have <= min(until, len(self.file.data)) else super().reread(until)
 
 
 class _TrustedUploads(SimUploads):
@@ -173,13 +196,13 @@ class TrustUnsyncedPartial(SimService):
 
 
 class _ForgetfulUploads(SimUploads):
-    def supersede(self, key: Key) -> Work[None]:
+    def supersede(self, slot: Slot) -> Work[None]:
         """Lets the older stream go on."""
         yield 0.0
 
-    def begin(self, key: Key, total_bytes: int, process: Process) -> tuple[SimUpload, Stream]:
+    def begin(self, slot: Slot, total_bytes: int, process: Process) -> tuple[SimUpload, Stream]:
         """Has each stream keep its own account of what has come."""
-        upload = self.uploads[key.slot] = SimUpload(self.disk, key, total_bytes)
+        upload = self.uploads[slot] = SimUpload(self.disk, slot, total_bytes)
         upload.stream = stream = Stream(process)
         return upload, stream
 
@@ -264,6 +287,8 @@ PLANTS: dict[str, Plant] = {
     "forget-epoch": Plant(coordinator=ForgetEpoch),
     "stale-divisor": Plant(coordinator=StaleDivisor),
     "apply-twice": Plant(coordinator=ApplyTwice),
+    "fold-again": Plant(coordinator=FoldAgain),
+    "read-while-moving": Plant(coordinator=ReadWhileMoving),
     "fold-unsynced-decision": Plant(coordinator=FoldUnsyncedDecision),
     "hang-up": Plant(coordinator=HangUp),
     "forget-outcomes": Plant(coordinator=ForgetOutcomes),

@@ -17,7 +17,7 @@ from coordinator.results import Outcome
 from diloco.config import RunConfig, load_run
 from diloco.errors import DilocoError
 from diloco.feedback import Fate
-from diloco.fragments import partition
+from diloco.fragments import kept, partition
 from diloco.layout import Layout, TensorSpec
 from diloco.schedule import Schedule
 from wan.sim_checker import Checker, Key, Violation
@@ -61,8 +61,19 @@ class Result:
     """How often something happened: points passed, refusals by their kind, and what islands went through."""
 
 
-def configure(rng: random.Random, islands: int) -> RunConfig:
-    """Settings of a run with two moving fragments and two to five rounds each."""
+def one_of_two(seed: int) -> str:
+    """Settings of a coordinator that may be one of two; drawn apart, so that a seed brings the same run otherwise."""
+    rng = random.Random(f"coordinators {seed}")
+    if rng.random() < 0.7:
+        return ""
+    return f'coordinators = ["here:1", "there:1"]\ncoordinator_index = {rng.randrange(2)}'
+
+
+def configure(rng: random.Random, islands: int, run: str = "") -> RunConfig:
+    """Settings of a run with two moving fragments and two to five rounds each.
+
+    Where `run` says that the coordinator is one of two, the islands are as it sees them: they have its fragments alone.
+    """
     quorum = rng.randint(1, islands)
     start = rng.randint(quorum, islands)
     deadline = rng.choice((8.0, 15.0, 25.0))
@@ -71,6 +82,7 @@ def configure(rng: random.Random, islands: int) -> RunConfig:
         [run]
         id = "sim"
         steps = {rng.choice((8, 8, 12, 20))}
+        {run}
         [sync]
         strategy = "strided"
         fragments = 2
@@ -126,9 +138,9 @@ class Simulation:
             Shape(id=f"i{i}", ranks=rng.randint(1, 2), step_s=rng.uniform(0.3, 1.0), seed=rng.randrange(1000))
             for i in range(rng.randint(2, 3))
         ]
-        self.config = configure(rng, len(self.shapes))
-        self.fragments = partition(LAYOUT, self.config.sync)
-        self.schedule = Schedule.of(self.config)
+        self.config = configure(rng, len(self.shapes), one_of_two(seed))
+        self.fragments = kept(partition(LAYOUT, self.config.sync), self.config.run)
+        self.schedule = Schedule.kept(self.config)
         self.disk = Disk()
         ranks = {shape.id: senders(shape, self.fragments) for shape in self.shapes}
         self.chunk_bytes = rng.choice((8, 16))

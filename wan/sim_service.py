@@ -18,12 +18,12 @@ from coordinator.inbox import Stored, codecs_of, select
 from coordinator.intake import Place
 from coordinator.recovery import layout_row
 from coordinator.results import Taken
-from coordinator.upload import RETRY_S, Key, Slot
+from coordinator.upload import RETRY_S, Slot
 from diloco.codec import CODECS, Choice
-from diloco.errors import DilocoError, Expired, Malformed, Overload, StaleEpoch
+from diloco.errors import Conflict, DilocoError, Expired, Malformed, Overload, StaleEpoch
 from diloco.feedback import Counted
-from diloco.fragments import partition
-from diloco.framing import chunks
+from diloco.fragments import kept, partition
+from diloco.framing import chunks, read_end
 from wan.sim_coordinator import SimCoordinator
 from wan.sim_disk import MemoryStored
 from wan.sim_stream import SimUpload, Stream, Superseded
@@ -97,7 +97,7 @@ class SimService(SimCoordinator):
         first = self.layout is None
 
         def then() -> None:
-            self.layout, self.fragments = layout, partition(layout, self.config.sync)
+            self.layout, self.fragments = layout, kept(partition(layout, self.config.sync), self.config.run)
 
         await self.take_in_turn(rounds.Joined(island=request.island), layout_row(layout) if first else None, then)
 
@@ -142,24 +142,28 @@ class SimService(SimCoordinator):
 
     def _resume(self, request: Request) -> Work[Reply]:
         self._announced(request)
-        receipt = yield from self._settled(request)
-        if receipt:
-            return replace(receipt, settled=True)
-        upload = self.uploads.find(key_of(request), request.total_bytes)
+        taken = yield from self._settled(request)
+        if taken:
+            receipt = _receipt(taken)
+            return replace(receipt, settled=True, have_bytes=request.total_bytes, have_digest=taken.digest)
+        upload = self.uploads.find(slot_of(request), request.total_bytes)
         have = upload.open() if upload else 0
         self.watcher.resumed(request, have)
-        return Reply(have_bytes=have)
+        return Reply(have_bytes=have, have_digest=upload.digest if upload else "")
 
     def _push(self, request: Request, line: Line) -> Work[Reply]:
         """Takes one rank's part of a contribution, or of the first parameters, as `Bulk.push` does."""
         self._announced(request)
-        receipt = yield from self._settled(request)
-        if receipt:
-            return receipt
-        key, process = key_of(request), self.world.current
-        yield from self.uploads.supersede(key)
+        taken = yield from self._settled(request)
+        if taken and (not taken.digest or request.first_byte == request.total_bytes):
+            digest = read_end((yield from line.take()) or b"") if taken.digest else ""
+            if digest != taken.digest:
+                raise Conflict(f"rank {request.rank} has sent {taken.digest} before and sends {digest} now")
+            return _receipt(taken)
+        slot, process = slot_of(request), self.world.current
+        yield from self.uploads.supersede(slot)
         with self.admission.stream(request.island):
-            begun = self.uploads.find(key, request.total_bytes)
+            begun = self.uploads.find(slot, request.total_bytes)
             self.admission.room(
                 0 if begun else request.total_bytes,
                 kept_bytes=self.disk.kept_bytes + self.uploads.reserved_bytes,
@@ -167,7 +171,7 @@ class SimService(SimCoordinator):
                 free_bytes=self.disk.free_bytes,
             )
             assert process is not None
-            upload, stream = self.uploads.begin(key, request.total_bytes, process)
+            upload, stream = self.uploads.begin(slot, request.total_bytes, process)
             try:
                 return (yield from self._receive(request, upload, stream, line))
             except Superseded:
@@ -182,21 +186,23 @@ class SimService(SimCoordinator):
 
     def _receive(self, request: Request, upload: SimUpload, stream: Stream, line: Line) -> Work[Reply]:
         have, told, mine = upload.open(), -PROGRESS_S, self.served[stream.process]
-        self.watcher.stored(request, have)
+        if request.first_byte:
+            self.watcher.stored(request, have)
         if request.first_byte > have:
             raise Expired(f"{have} bytes of this push are here, not {request.first_byte}: ask Resume, and go on there")
         while (message := (yield from line.take())) is not None:
             moved = upload.add(message)
             mine.moved_at = now = self.world.now
-            self.watcher.stored(request, upload.have)
+            if moved:
+                self.watcher.stored(request, upload.have)
             yield from self.point("chunk written")
             if moved and not request.seed and now - told >= PROGRESS_S:
                 told = now
                 yield from drive(self.intake.progressed(place_of(request)))
-                receipt = yield from self._settled(request)
-                if receipt:
+                taken = yield from self._settled(request)
+                if taken and taken.dropped:
                     self.uploads.drop(upload)
-                    return receipt
+                    return _receipt(taken)
         upload.check_complete()
         self.lease(request)
         stream.storing = True
@@ -209,19 +215,20 @@ class SimService(SimCoordinator):
     def received(self, request: Request, upload: SimUpload) -> Work[Reply]:
         """Takes a part whose bytes are all here, as `Bulk._received` does."""
         place, payload, intake = place_of(request), upload.payload, self.intake_for(request)
+        digest = upload.digest
         choice: Choice = CODECS["fp32"] if request.seed else self.up
         codecs = codecs_of(self.fragments[request.fragment], request.pieces, choice)
         part = Part(pieces=request.pieces, codecs=codecs, payload=payload)
         if request.seed:
-            known = yield from drive(intake.seed(*place[:4], part, request.digest))
+            known = yield from drive(intake.seed(*place[:4], part, digest))
             return Reply(duplicate=known)
         dropped = yield from drive(intake.check(place, part))
         if dropped:
             return Reply(dropped=dropped)
         path = self.disk.file(
-            f"f{place.fragment}-r{place.round}-{place.island}-e{place.epoch}-{place.rank}-{request.digest}"
+            f"f{place.fragment}-r{place.round}-{place.island}-e{place.epoch}-{place.rank}-{digest}"
         ).path
-        stored = MemoryStored(pieces=request.pieces, codecs=codecs, path=path, digest=request.digest, disk=self.disk)
+        stored = MemoryStored(pieces=request.pieces, codecs=codecs, path=path, digest=digest, disk=self.disk)
 
         def keep() -> Work[Stored]:
             yield from self.write_file(path.name, payload)
@@ -240,12 +247,12 @@ class SimService(SimCoordinator):
         if request.fragment >= (len(self.fragments) if request.seed else len(self.state.rounds)):
             raise Malformed(f"there is no fragment {request.fragment} to push")
 
-    def _settled(self, request: Request) -> Work[Reply | None]:
+    def _settled(self, request: Request) -> Work[Taken | None]:
         place, intake = place_of(request), self.intake_for(request)
         if request.seed:
-            return Reply(duplicate=True) if intake.seed_known(*place[:4], request.digest) else None
-        taken = yield from drive(intake.settled(place, request.version, request.digest, request.pieces))
-        return _receipt(taken) if taken else None
+            known = intake.seed_known(*place[:4])
+            return Taken(duplicate=True, digest=known) if known else None
+        return (yield from drive(intake.settled(place, request.version, request.pieces)))
 
     # -- what goes out ------------------------------------------------------------------------------------------------
 
@@ -268,15 +275,18 @@ class SimService(SimCoordinator):
 
     def _anchor(self, request: Request) -> Work[Reply]:
         self.lease(request)
-        pin, first_byte = self.pinned(request)
+        pin, first_byte = yield from self.pinned(request)
         reply = Reply(outcome="anchor", version=pin.version, round=pin.ended, digest=pin.digest)
         return (yield from self.sent(request, reply, pin.anchor.view(torch.uint8), CODECS["fp32"], first_byte))
 
-    def pinned(self, request: Request) -> tuple[Pinned, int]:
+    def pinned(self, request: Request) -> Work[tuple[Pinned, int]]:
         """The anchor that a request means, and the byte from which it is sent."""
-        fragment, outer = request.fragment, self.outers[request.fragment]
-        current = Pinned(version=outer.version, ended=self.ended[fragment], digest=outer.digest, anchor=outer.anchor)
-        pin = self.anchors.ask(fragment, current, request.version if request.first_byte else None)
+        fragment, asked = request.fragment, request.version if request.first_byte else None
+        pin = self.anchors.find(fragment, asked, self.outers[fragment].version)
+        if pin is None:
+            outer, ended = yield from self.still(fragment)
+            pin = Pinned(version=outer.version, ended=ended, digest=outer.digest, anchor=outer.anchor)
+            self.anchors.keep(fragment, pin)
         return pin, request.first_byte if pin.version == request.version else 0
 
     def sent(self, request: Request, reply: Reply, payload: Tensor, choice: Choice, first: int) -> Work[Reply]:
@@ -291,10 +301,10 @@ class SimService(SimCoordinator):
         return replace(reply, total_bytes=total, first_byte=first, messages=messages)
 
 
-def key_of(request: Request) -> Key:
+def slot_of(request: Request) -> Slot:
     """What a push's bytes are known by."""
     round_ = 0 if request.seed else request.round
-    return Key(Slot(request.fragment, round_, request.island, request.rank, request.seed), request.digest)
+    return Slot(request.fragment, round_, request.island, request.rank, request.seed)
 
 
 def place_of(request: Request) -> Place:

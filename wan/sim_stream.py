@@ -1,4 +1,4 @@
-"""The synchronous twin of `coordinator/upload.py` on the simulated disk; `Assembly`, `Key`, `Slot` are real."""
+"""The synchronous twin of `coordinator/upload.py` on the simulated disk; `Assembly`, `Slot` are real."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-import xxhash
 from torch import Tensor
 
-from coordinator.upload import RETRY_S, Growing, Key, Slot
-from diloco.errors import CodecError, Overload
-from diloco.framing import Assembly
+from coordinator.upload import RETRY_S, Growing, Slot
+from diloco.errors import Overload
+from diloco.framing import END_BYTES, Assembly, unchunk
 from wan.sim_disk import Disk, Partial
 from wan.sim_world import Gate, Process, Work
 
@@ -34,58 +33,63 @@ class SimUpload(Growing):
 
     Args:
         disk: where its files are.
-        key: which payload.
+        slot: where it belongs.
         total_bytes: as announced; none for one that an earlier coordinator began, until it is announced again.
     """
 
-    def __init__(self, disk: Disk, key: Key, total_bytes: int | None) -> None:
-        self.disk, self.key = disk, key
-        super().__init__(key, total_bytes, len(self.file.data) if total_bytes is None else 0)
+    def __init__(self, disk: Disk, slot: Slot, total_bytes: int | None) -> None:
+        self.disk, self.slot = disk, slot
+        super().__init__(slot, total_bytes, len(self.file.data) if total_bytes is None else 0)
         self.stream: Stream | None = None
 
     @property
     def file(self) -> Partial:
         """Its two files, made where there are none."""
-        return self.disk.partials.setdefault(self.key.name, Partial())
+        return self.disk.partials.setdefault(self.slot.name, Partial())
 
     def open(self) -> int:
         """Reads the files again if this coordinator has not written them; returns what they have."""
         if self._assembly is None:
             self.disk.check()
-            self._assembly = Assembly(self.total_bytes or 0, self.reread())
-        return self._assembly.have
+            self._go_back(self.reread(self.total_bytes or 0))
+        return self.have
 
-    def reread(self) -> int:
-        """Finds how far the payload is as recorded, and cuts off the rest."""
-        file, have, records = self.file, 0, 0
+    def reread(self, until: int) -> Assembly:
+        """Finds how far the payload is as recorded, no further than byte `until`, where a chunk may begin."""
+        file, assembly = self.file, Assembly(self.total_bytes or 0)
         for offset, length, check in file.sums:
             block = bytes(file.data[offset : offset + length])
-            fits = offset == have and 0 < length <= (self.total_bytes or 0) - have and len(block) == length
-            if not fits or xxhash.xxh3_64_intdigest(block, seed=offset) != check:
+            fits = offset == assembly.have and 0 < length <= until - offset and len(block) == length
+            if not fits or not assembly.fits(memoryview(block), check):
                 break
-            have, records = have + length, records + 1
-        del file.data[have:], file.sums[records:]
-        return have
+            assembly.took()
+        return assembly
+
+    def _go_back(self, assembly: Assembly) -> None:
+        """Takes that for what has come, and cuts off the rest."""
+        self._assembly = assembly
+        del self.file.data[assembly.have :]
+        self.file.sums[:] = [record for record in self.file.sums if record[0] < assembly.have]
 
     def add(self, message: bytes) -> bool:
-        """Takes one chunk; returns whether it brought anything new. Raises as `Upload.add` does."""
+        """Takes one chunk, or the end; returns whether it brought anything new. Raises as `Upload.add` does."""
         assert self._assembly is not None
-        fresh, have = self._assembly.fresh(message), self._assembly.have
-        if not len(fresh):
+        if len(message) == END_BYTES:
+            self._assembly.check_complete()
+            self._assembly.end(message)
             return False
+        offset, check, payload = unchunk(message)
+        if (offset, len(payload), check) in self.file.sums:
+            return False
+        earlier = self.reread(offset) if offset < self.have else self._assembly
+        fresh = earlier.fresh(message)
+        if earlier is not self._assembly:
+            self._go_back(earlier)
         self.disk.check()
-        file = self.file
-        file.data[have : have + len(fresh)] = fresh
-        file.sums.append((have, len(fresh), xxhash.xxh3_64_intdigest(fresh, seed=have)))
-        self._assembly.have += len(fresh)
+        self.file.data += fresh
+        self.file.sums.append((offset, len(fresh), check))
+        self._assembly.took()
         return True
-
-    def check_complete(self) -> None:
-        """Raises `CodecError` where bytes are missing, or are not those whose digest was announced."""
-        assert self._assembly is not None
-        self._assembly.check_complete()
-        if xxhash.xxh3_128_hexdigest(bytes(self.file.data)) != self.key.digest:
-            raise CodecError("the payload has another digest than was announced")
 
     @property
     def payload(self) -> Tensor:
@@ -95,7 +99,7 @@ class SimUpload(Growing):
 
     def discard(self) -> None:
         """Removes the files."""
-        if self.disk.partials.pop(self.key.name, None) is not None:
+        if self.disk.partials.pop(self.slot.name, None) is not None:
             self.disk.changes += 1
 
 
@@ -108,11 +112,11 @@ class SimUploads:
         self.disk = disk
         self.uploads: dict[Slot, SimUpload] = {}
         for name in sorted(disk.partials):
-            key = Key.parse(name)
-            if key is None or key.slot in self.uploads:
+            slot = Slot.parse(name)
+            if slot is None:
                 del disk.partials[name]
             else:
-                self.uploads[key.slot] = self.upload(disk, key, None)
+                self.uploads[slot] = self.upload(disk, slot, None)
 
     @property
     def reserved_bytes(self) -> int:
@@ -124,33 +128,33 @@ class SimUploads:
         """What all uploads have still to bring."""
         return sum(upload.reserved - upload.have for upload in self.uploads.values())
 
-    def find(self, key: Key, total_bytes: int) -> SimUpload | None:
-        """The upload of this payload, if it has begun."""
-        upload = self.uploads.get(key.slot)
-        if upload is None or upload.key != key or upload.total_bytes not in (None, total_bytes):
+    def find(self, slot: Slot, total_bytes: int) -> SimUpload | None:
+        """The upload of a payload of this size, if it has begun."""
+        upload = self.uploads.get(slot)
+        if upload is None or upload.total_bytes not in (None, total_bytes):
             return None
         upload.total_bytes = total_bytes
         return upload
 
-    def supersede(self, key: Key) -> Work[None]:
+    def supersede(self, slot: Slot) -> Work[None]:
         """Ends the stream that brings something to the same slot. Raises `Overload` where it does not end at once."""
-        while (upload := self.uploads.get(key.slot)) and (stream := upload.stream):
+        while (upload := self.uploads.get(slot)) and (stream := upload.stream):
             if stream.storing:
                 raise Overload("all bytes have come and are being stored: ask again", retry_after_s=RETRY_S)
             stream.process.interrupt(
-                Superseded("a newer stream of the same payload has taken over", retry_after_s=RETRY_S)
+                Superseded("a newer stream of the same part has taken over", retry_after_s=RETRY_S)
             )
             yield (stream.ended, RETRY_S)
             if upload.stream is stream:
                 raise Overload("an older stream of this part has yet to end: ask again", retry_after_s=RETRY_S)
 
-    def begin(self, key: Key, total_bytes: int, process: Process) -> tuple[SimUpload, Stream]:
-        """Gives a process the upload of a payload; what was kept for its slot before, if other, goes."""
-        upload = self.find(key, total_bytes)
+    def begin(self, slot: Slot, total_bytes: int, process: Process) -> tuple[SimUpload, Stream]:
+        """Gives a process the upload of a payload; what was kept for its slot before, of another size, goes."""
+        upload = self.find(slot, total_bytes)
         if upload is None:
-            if other := self.uploads.get(key.slot):
+            if other := self.uploads.get(slot):
                 other.discard()
-            upload = self.uploads[key.slot] = self.upload(self.disk, key, total_bytes)
+            upload = self.uploads[slot] = self.upload(self.disk, slot, total_bytes)
         assert upload.stream is None
         upload.stream = stream = Stream(process)
         return upload, stream
@@ -163,8 +167,8 @@ class SimUploads:
 
     def drop(self, upload: SimUpload) -> None:
         """Forgets an upload and removes its files."""
-        if self.uploads.get(upload.key.slot) is upload:
-            del self.uploads[upload.key.slot]
+        if self.uploads.get(upload.slot) is upload:
+            del self.uploads[upload.slot]
         upload.discard()
 
     def prune(self, over: Callable[[Slot], bool]) -> None:
@@ -175,4 +179,4 @@ class SimUploads:
 
     def over(self, over: Callable[[Slot], bool]) -> Iterator[SimUpload]:
         """The uploads to which nothing can count any more."""
-        return iter([upload for upload in self.uploads.values() if over(upload.key.slot)])
+        return iter([upload for upload in self.uploads.values() if over(upload.slot)])

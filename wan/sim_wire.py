@@ -33,10 +33,11 @@ class Request:
     seed: bool = False
     reason: str = ""
     digest: str = ""
+    """Of a push's payload: for whoever watches. The coordinator sees it at the end of the stream."""
     total_bytes: int = 0
     first_byte: int = 0
     messages: tuple[bytes, ...] = ()
-    """The chunks that follow a push."""
+    """The chunks that follow a push, and its end."""
     tokens: int = 0
     steps: int = 0
     step: int = 0
@@ -63,6 +64,7 @@ class Reply:
     settled: bool = False
     """A `resume` that says that nothing more is to be sent."""
     have_bytes: int = 0
+    have_digest: str = ""
     outcome: str = ""
     version: int = 0
     round: int = 0

@@ -3,37 +3,9 @@
    exists once for AVX2 and once for any machine, and the loader chooses. No sum may be reordered or fused: the build
    passes -ffp-contract=off. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <pthread.h>
-#include <stdint.h>
-#include <string.h>
+#include "_kernels.h"
 
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "payloads are little-endian; the eager definitions serve this machine"
-#endif
-
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute)
-#if __has_attribute(target_clones)
-#define CLONED __attribute__((target_clones("avx2", "default")))
-#endif
-#endif
-#ifndef CLONED
-#define CLONED
-#endif
-#define INLINED static inline __attribute__((always_inline))
-
-enum { BLOCK = 256, CHUNK = 4096, MOST = 256, SHARE = 1 << 16, THREADS = 64 };
-#define TINY 0x00800000u                       /* 2^-126 */
-#define LIMIT ((uint32_t)(127 + 118) << 23)    /* 2^118 */
-#define ROUND 12582912.0f                      /* 1.5 * 2^23: adding it rounds to an integer, half to even */
-
-INLINED uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
-INLINED float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-INLINED uint32_t size_of(float x) { return bits_of(x) & 0x7FFFFFFFu; }
-INLINED uint32_t rounded_up(float x) { return (bits_of(x) + 0xFFFFu) & 0xFFFF0000u; }
-INLINED uint32_t get16(const uint8_t *p) { return ((uint32_t)p[0] | (uint32_t)p[1] << 8) << 16; }
-INLINED void put16(uint8_t *p, uint32_t u) { p[0] = (uint8_t)(u >> 16); p[1] = (uint8_t)(u >> 24); }
+enum { SHARE = 1 << 16 };
 
 INLINED uint32_t largest(const float *x) {
     int32_t most = 0;
@@ -51,12 +23,6 @@ INLINED float put_scale(uint8_t *out, uint32_t most, float reciprocal) {
     scale = scale < TINY ? TINY : scale;
     put16(out, scale);
     return 1.0f / float_of(scale);
-}
-
-INLINED int get_scale(const uint8_t *in, float *scale) {
-    uint32_t u = get16(in);
-    *scale = float_of(u);
-    return u >= TINY && u <= LIMIT;
 }
 
 CLONED static int int8_encode(const float *x, uint8_t *out, int64_t blocks, int keep) {
@@ -455,8 +421,6 @@ static int coded8_decode(float *x, const uint8_t *in, int64_t blocks, int keep) 
 
 /* -- threads, and the module ---------------------------------------------------------------------------------------- */
 
-typedef int Encode(const float *, uint8_t *, int64_t, int);
-typedef int Decode(float *, const uint8_t *, int64_t, int);
 typedef struct {
     Encode *encode;
     Decode *decode;
@@ -466,19 +430,30 @@ typedef struct {
     int keep, good;
 } Job;
 
-static Encode *const ENCODE[] = {int8_encode, int4_encode,  e3m0_encode, int2_encode,
+Encode *const ENCODE[] = {int8_encode, int4_encode,  e3m0_encode, int2_encode,
                                  fp16_encode, topk2_encode, topk8_encode, coded2_encode, coded8_encode};
-static Decode *const DECODE[] = {int8_decode, int4_decode,  e3m0_decode, int2_decode,
+Decode *const DECODE[] = {int8_decode, int4_decode,  e3m0_decode, int2_decode,
                                  fp16_decode, topk2_decode, topk8_decode, coded2_decode, coded8_decode};
 static const int RECORD[] = {2 + BLOCK, 2 + BLOCK / 2, 1 + BLOCK / 2, 2 + BLOCK / 4, 1 + 2 * BLOCK};
-enum { TOPK2 = 5, CODED2 = 7, KINDS = 9 };
 
-static int record_of(int kind, int keep) {
+int record_of(int kind, int keep) {
     if (kind < TOPK2) return RECORD[kind];
     int bits = kind == TOPK2 || kind == CODED2 ? 2 : 8;
     return kind < CODED2 ? topk_record(keep, bits) : coded_record(keep, bits);
 }
 
+int ready(int kind, int keep) {
+    int most = kind >= CODED2 ? NUMBERED : MOST;
+    if (kind < 0 || kind >= KINDS || (kind >= TOPK2 && (keep < 4 || keep > most || keep % 4))) {
+        PyErr_SetString(PyExc_ValueError, "no such kernel");
+        return 0;
+    }
+    if (kind >= CODED2 && !number_table(keep)) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    return 1;
+}
 
 static void *work(void *argument) {
     Job *job = argument;
@@ -492,7 +467,7 @@ static int run(Job whole, int kind, int threads) {
     Job jobs[THREADS];
     pthread_t ids[THREADS];
     int started[THREADS] = {0}, good = 1;
-    int64_t block = kind >= TOPK2 ? CHUNK : BLOCK, most = whole.blocks * block / SHARE;
+    int64_t block = block_of(kind), most = whole.blocks * block / SHARE;
     int record = record_of(kind, whole.keep);
     threads = threads > THREADS ? THREADS : threads;
     threads = threads > most ? (int)most : threads;
@@ -519,12 +494,11 @@ static PyObject *call(PyObject *arguments, int encode) {
     unsigned long long values, records;
     long long blocks;
     if (!PyArg_ParseTuple(arguments, "iKKLii", &kind, &values, &records, &blocks, &keep, &threads)) return NULL;
-    int most = kind >= CODED2 ? NUMBERED : MOST;
-    if (kind < 0 || kind >= KINDS || blocks < 0 || (kind >= TOPK2 && (keep < 4 || keep > most || keep % 4))) {
+    if (!ready(kind, keep)) return NULL;
+    if (blocks < 0) {
         PyErr_SetString(PyExc_ValueError, "no such kernel");
         return NULL;
     }
-    if (kind >= CODED2 && !number_table(keep)) return PyErr_NoMemory();
     Job job = {encode ? ENCODE[kind] : NULL, DECODE[kind], (float *)(uintptr_t)values,
                (uint8_t *)(uintptr_t)records, blocks, keep, 0};
     Py_BEGIN_ALLOW_THREADS
@@ -539,6 +513,12 @@ static PyObject *py_decode(PyObject *self, PyObject *arguments) { (void)self; re
 static PyMethodDef methods[] = {
     {"encode", py_encode, METH_VARARGS, "encode(kind, values, records, blocks, keep, threads) -> bool"},
     {"decode", py_decode, METH_VARARGS, "decode(kind, values, records, blocks, keep, threads) -> bool"},
+    {"step", py_step, METH_VARARGS,
+     "step(anchor, momentum, residual, update, numel, first, kind, keep, lr, mu, pieces, count, threads)"
+     " -> (state, digest)"},
+    {"digest", py_digest, METH_VARARGS, "digest(values, starts, runs, length, threads) -> int"},
+    {"largest", py_largest, METH_VARARGS, "largest(kind, payload, blocks, keep, threads) -> bits, or -1"},
+    {"sound", py_sound, METH_VARARGS, "sound(kind, payload, blocks, keep, threads) -> bool"},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, methods, NULL, NULL, NULL, NULL};

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from diloco.codec import native
 from diloco.errors import CodecError
 from diloco.layout import Box, TensorSpec
+
+AT_ONCE = 2**18
+"""Values that eager definitions work on at a time, so that what they make stays in the cache."""
 
 
 class Choice(Protocol):
@@ -44,6 +48,17 @@ class Codec(ABC):
     version: int = 1
     feedback: bool = False
     """Whether what it drops of a contribution is worth keeping for the next one."""
+    block: int = 1
+    """Values that are coded together: from one multiple of it to another, a payload is the payload of those values."""
+    kernel: native.Kernel | None = None
+    """What does whole blocks on the CPU to the same bits, where it is built."""
+
+    def slices(self, numel: int, at_once: int = 2**18) -> Iterator[tuple[slice, slice]]:
+        """Cuts `numel` values and their payload into pieces: (values, bytes) of about `at_once` values each."""
+        step = max(1, at_once // self.block) * self.block
+        for begin in range(0, numel, step):
+            end, start = min(begin + step, numel), self.size(begin)
+            yield slice(begin, end), slice(start, start + self.size(end - begin))
 
     def of(self, spec: TensorSpec) -> Codec:
         """Itself: as a `Choice` it is the codec of every tensor."""
@@ -87,6 +102,53 @@ class Codec(ABC):
             raise CodecError(
                 f"{self.name}: {payload.numel()} bytes cannot be {numel} values, which take {self.size(numel)}"
             )
+
+    @property
+    def at_once(self) -> int:
+        """Values to work on at a time: whole blocks that fit into the cache."""
+        return max(1, AT_ONCE // self.block) * self.block
+
+    def window(self, payload: Tensor, numel: int, begin: int, end: int) -> Tensor:
+        """The values from `begin` to `end` (fp32) of a payload of `numel`. Raises as `decode` does."""
+        first, last = begin // self.block * self.block, min(-(-end // self.block) * self.block, numel)
+        out = torch.empty(last - first, dtype=torch.float32, device=payload.device)
+        self.decode(payload[self.size(first) : self.size(last)], out)
+        return out[begin - first : end - first]
+
+    def verify(self, payload: Tensor, numel: int) -> None:
+        """Raises `CodecError` where `payload` does not decode to `numel` values."""
+        self.check(payload, numel)
+        if self.block == 1:
+            return
+        done = 0
+        if self.kernel and native.usable(payload):
+            done = numel // self.block * self.block
+            if not self.kernel.sound(payload, numel // self.block):
+                raise self.bad("a scale or an index is out of range")
+        for begin in range(done, numel, self.at_once):
+            self.window(payload, numel, begin, min(begin + self.at_once, numel))
+
+    def largest(self, payload: Tensor, numel: int) -> float:
+        """The largest magnitude of the values of a payload; infinite or NaN where one is. Raises as `decode` does."""
+        self.check(payload, numel)
+        done = most = 0
+        if self.kernel and native.usable(payload):
+            done = numel // self.block * self.block
+            most = self.kernel.largest(payload, numel // self.block)
+            if most < 0:
+                raise self.bad("a scale or an index is out of range")
+        for begin in range(done, numel, self.at_once):
+            values = self.window(payload, numel, begin, min(begin + self.at_once, numel))
+            most = max(most, int((values.view(torch.int32) & 0x7FFFFFFF).max()))
+        return torch.tensor(most, dtype=torch.int32).view(torch.float32).item()
+
+    def bad(self, what: str) -> CodecError:
+        """The error of a payload that no encoder of this codec writes."""
+        return CodecError(f"{self.name}: the payload is damaged: {what}")
+
+    def no_codes(self) -> CodecError:
+        """The error of values that cannot be coded."""
+        return CodecError(f"{self.name}: values that are not finite or not below 2^118 have no codes")
 
     def pack(self, values: Tensor) -> Tensor:
         """The payload (uint8) of a tensor of any shape, strides and floating-point type, on its device."""
@@ -141,10 +203,10 @@ class Cast(Codec):
 class Fp32(Cast):
     """The values themselves. 32 bits a value; no error."""
 
-    id, name, dtype = 1, "fp32", torch.float32
+    id, name, dtype, kernel = 1, "fp32", torch.float32, native.Kernel("fp32")
 
 
 class Bf16(Cast):
     """bfloat16. 16 bits a value; relative error below 2^-8 for normal values."""
 
-    id, name, dtype = 2, "bf16", torch.bfloat16
+    id, name, dtype, kernel = 2, "bf16", torch.bfloat16, native.Kernel("bf16")

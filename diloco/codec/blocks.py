@@ -17,23 +17,15 @@ import torch
 from torch import Tensor
 
 from diloco.codec import native
-from diloco.codec.base import Codec
-from diloco.errors import CodecError
+from diloco.codec.base import AT_ONCE, Codec
 from diloco.layout import Box
 
 LIMIT_BITS = (127 + 118) << 23
 """Bit pattern of 2^118: values this large are refused. Below it no sum over a block and no scaled code overflows."""
-_AT_ONCE = 2**18
-"""Values that the eager definition works on at a time, so that what it makes stays in the cache."""
 
 
 class Blocked(Codec):
-    """A codec of records. What a record is says the eager definition, which runs on any device; where a compiled
-    kernel exists, it does whole blocks on the CPU to the same bits."""
-
-    block: int
-    """Values of a block."""
-    kernel: native.Kernel | None = None
+    """A codec of records, one for each block. What a record is says the eager definition, which runs on any device."""
 
     @abstractmethod
     def record(self, numel: int) -> int:
@@ -58,7 +50,7 @@ class Blocked(Codec):
         for begin, end, width in self._spans(done, blocks, rest):
             x = values[begin * self.block : begin * self.block + (end - begin) * width].view(end - begin, width)
             if not (x.view(torch.int32) & 0x7FFFFFFF < LIMIT_BITS).all():  # NaN and Inf are above it
-                raise self._too_large()
+                raise self.no_codes()
             start = begin * self.record(self.block)
             records = self.encode_blocks(x)
             out[start : start + records.numel()].view(records.shape).copy_(records)
@@ -78,21 +70,14 @@ class Blocked(Codec):
         if self.kernel is None or not blocks or not native.usable(values, records):
             return 0
         if not (self.kernel.encode if encode else self.kernel.decode)(values, records, blocks):
-            raise self._too_large() if encode else self.bad("a scale or an index is out of range")
+            raise self.no_codes() if encode else self.bad("a scale or an index is out of range")
         return blocks
 
     def _spans(self, done: int, blocks: int, rest: int) -> list[tuple[int, int, int]]:
         """(first block, end, values of each) of what is left to do."""
-        step = max(1, _AT_ONCE // self.block)
+        step = max(1, AT_ONCE // self.block)
         spans = [(b, min(b + step, blocks), self.block) for b in range(done, blocks, step)]
         return [*spans, (blocks, blocks + 1, rest)] if rest else spans
-
-    def _too_large(self) -> CodecError:
-        return CodecError(f"{self.name}: values that are not finite or not below 2^118 have no codes")
-
-    def bad(self, what: str) -> CodecError:
-        """The error of a payload that no encoder of this codec writes."""
-        return CodecError(f"{self.name}: the payload is damaged: {what}")
 
     # -- boxes ------------------------------------------------------------------------------------------------------
 
@@ -132,7 +117,7 @@ class Blocked(Codec):
         if len(starts) == 1:
             out.copy_(values[starts[0] : starts[0] + length])
             return
-        rows, each = out.view(-1, length), max(1, _AT_ONCE // length)
+        rows, each = out.view(-1, length), max(1, AT_ONCE // length)
         for begin in range(0, len(starts), each):
             index = starts[begin : begin + each, None] + torch.arange(length)
             rows[begin : begin + each] = values[index.to(values.device)]

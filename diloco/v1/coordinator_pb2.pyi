@@ -5,8 +5,9 @@ The protocol between islands and their coordinator. Islands open connections and
 
 Control RPCs carry protobuf messages. The bulk RPCs Push and Fetch carry raw bytes: the first message of a stream
 is a header (PushHeader, FetchRequest or FetchHeader, serialized), each following one is a chunk: 8 bytes offset of
-its first byte in the whole payload, 8 bytes XXH3-64 of its payload with that offset as seed (both little-endian),
-then its payload. They are declared here with BytesFrame to name their methods.
+its first byte in the whole payload, 8 bytes check (the lower half of the XXH3-128 of the whole payload up to the end
+of the chunk), then its bytes. A push ends with the 16 bytes of its XXH3-128. Integers are little-endian, the digest
+is canonical (big-endian). They are declared here with BytesFrame to name their methods.
 """
 
 from collections import abc as _abc
@@ -653,21 +654,27 @@ class Resumption(_message.Message):
 
     HAVE_BYTES_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     have_bytes: _builtins.int
     """Bytes of the payload, from its first, that need not be sent again."""
+    digest: _builtins.str
+    """XXH3-128 (hex) of those bytes: where the sender's first bytes have another, it begins again at 0. Empty where the
+    part's bytes are no longer looked at.
+    """
     @_builtins.property
     def receipt(self) -> Global___Receipt:
-        """Set where nothing is to be sent: the part is known, or does not count."""
+        """Set where nothing is to be sent: the part does not count, or is known, if it has this digest."""
 
     def __init__(
         self,
         *,
         have_bytes: _builtins.int = ...,
         receipt: Global___Receipt | None = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["have_bytes", b"have_bytes", "receipt", b"receipt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "have_bytes", b"have_bytes", "receipt", b"receipt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -736,7 +743,6 @@ class PushHeader(_message.Message):
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
     FIRST_BYTE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     island_id: _builtins.str
@@ -757,8 +763,6 @@ class PushHeader(_message.Message):
     """Tokens the island trained since it adopted the fragment's anchor."""
     steps: _builtins.int
     """Inner steps since then."""
-    digest: _builtins.str
-    """XXH3-128 (hex) of the whole payload: the same key with another digest is another push."""
     first_byte: _builtins.int
     """First byte that follows; what is before it has come already."""
     @_builtins.property
@@ -782,16 +786,47 @@ class PushHeader(_message.Message):
         total_bytes: _builtins.int = ...,
         tokens: _builtins.int = ...,
         steps: _builtins.int = ...,
-        digest: _builtins.str = ...,
         first_byte: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "codec_id", b"codec_id", "codec_version", b"codec_version", "digest", b"digest", "epoch", b"epoch", "first_byte", b"first_byte", "fragment", b"fragment", "island_id", b"island_id", "pieces", b"pieces", "rank", b"rank", "round", b"round", "run_id", b"run_id", "seed", b"seed", "steps", b"steps", "tokens", b"tokens", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "codec_id", b"codec_id", "codec_version", b"codec_version", "epoch", b"epoch", "first_byte", b"first_byte", "fragment", b"fragment", "island_id", b"island_id", "pieces", b"pieces", "rank", b"rank", "round", b"round", "run_id", b"run_id", "seed", b"seed", "steps", b"steps", "tokens", b"tokens", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushHeader: _TypeAlias = PushHeader  # noqa: Y015
+
+@_typing.final
+class PushReply(_message.Message):
+    """How a push gets on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAVE_BYTES_FIELD_NUMBER: _builtins.int
+    WINDOW_BYTES_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    have_bytes: _builtins.int
+    """Bytes of the payload that have been taken, from its first."""
+    window_bytes: _builtins.int
+    """Bytes that may be under way beyond those."""
+    @_builtins.property
+    def receipt(self) -> Global___Receipt:
+        """Set in the last answer."""
+
+    def __init__(
+        self,
+        *,
+        have_bytes: _builtins.int = ...,
+        window_bytes: _builtins.int = ...,
+        receipt: Global___Receipt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have_bytes", b"have_bytes", "receipt", b"receipt", "window_bytes", b"window_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushReply: _TypeAlias = PushReply  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):

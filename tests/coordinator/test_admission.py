@@ -65,48 +65,64 @@ def test_an_island_that_holds_a_lease_is_not_counted_twice() -> None:
 # -- anchors --------------------------------------------------------------------------------------------------------
 
 
-def pin(version: int) -> Pinned:
-    return Pinned(version=version, ended=version, digest=version, anchor=torch.full((3,), float(version)))
+class Asked(Anchors):
+    """Anchors, with what is asked of them as a coordinator does."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.dropped: list[tuple[int, int]] = []
+        super().__init__(10.0, clock, lambda *gone: self.dropped.append(gone))
+
+    def ask(self, fragment: int, current: int, version: int | None = None) -> int:
+        """The version that is served."""
+        found = self.find(fragment, version, current)
+        if found is None:
+            values = torch.full((3,), float(current))
+            found = self.keep(fragment, Pinned(version=current, ended=current, digest=current, anchor=values))
+        return found.version
 
 
 def test_one_older_anchor_stays_for_as_long_as_it_is_asked_for() -> None:
     clock = Clock()
-    anchors = Anchors(10.0, clock)
-    assert anchors.ask(0, pin(1)).version == 1
+    anchors = Asked(clock)
+    assert anchors.ask(0, 1) == 1
     for _ in range(3):
         clock.now += 10
-        assert anchors.ask(0, pin(2), 1).version == 1
-    assert anchors.ask(1, pin(2), 1).version == 2  # another fragment
+        assert anchors.ask(0, 2, 1) == 1
+    assert anchors.ask(1, 2, 1) == 2  # another fragment
+    assert anchors.dropped == []
     clock.now += 10.5
-    assert anchors.ask(0, pin(2), 1).version == 2
+    assert anchors.ask(0, 2, 1) == 2
+    assert anchors.dropped == [(0, 1)]
 
 
 def test_of_two_older_anchors_the_one_that_was_asked_for_last_stays() -> None:
     clock = Clock()
-    anchors = Anchors(10.0, clock)
-    anchors.ask(0, pin(1))
-    clock.now += 1
-    anchors.ask(0, pin(2))
-    clock.now += 1
-    assert anchors.ask(0, pin(3)).version == 3
-    assert anchors.ask(0, pin(3), 2).version == 2
-    assert anchors.ask(0, pin(3), 1).version == 3
+    anchors = Asked(clock)
+    for version in (1, 2):
+        anchors.ask(0, version)
+        clock.now += 1
+    assert anchors.ask(0, 3) == 3
+    assert anchors.dropped == [(0, 1)]
+    assert anchors.ask(0, 3, 2) == 2
+    assert anchors.ask(0, 3, 1) == 3
 
 
-def test_the_current_anchor_is_still_known_once_it_is_older() -> None:
+def test_the_newest_anchor_is_still_known_once_it_is_older() -> None:
     clock = Clock()
-    anchors = Anchors(10.0, clock)
-    anchors.ask(0, pin(1))
-    anchors.ask(0, pin(2), 1)
+    anchors = Asked(clock)
+    anchors.ask(0, 1)
+    anchors.ask(0, 2, 1)
     clock.now += 1
-    anchors.ask(0, pin(2))
-    assert anchors.ask(0, pin(3), 2).version == 2
+    anchors.ask(0, 2)
+    assert anchors.ask(0, 3, 2) == 2
+    assert anchors.versions(0) == [1, 2]
 
 
 def test_what_nobody_asks_for_is_let_go() -> None:
     clock = Clock()
-    anchors = Anchors(10.0, clock)
-    anchors.ask(0, pin(1))
+    anchors = Asked(clock)
+    anchors.ask(0, 1)
     clock.now += 11
     anchors.expire()
-    assert anchors.ask(0, pin(2), 1).version == 2
+    assert anchors.dropped == [(0, 1)]
+    assert anchors.ask(0, 2, 1) == 2

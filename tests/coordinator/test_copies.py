@@ -18,7 +18,7 @@ from coordinator.store import Store
 from diloco.config import RunConfig
 from diloco.errors import ConfigError, EnvironmentFault, InputError, StaleEpoch
 from tests.coordinator.test_recovery import ended
-from tests.coordinator.test_snapshots import same, snapshot
+from tests.coordinator.test_snapshots import same, save, snapshot
 from tests.processes import wait_until
 from tests.support import Rig, configure, draw
 
@@ -39,7 +39,7 @@ def with_url(url: str, *overrides: str) -> RunConfig:
 
 def saved(store: Store, versions: tuple[int, int], config: RunConfig) -> tuple[Snapshot, Path]:
     taken = snapshot(versions, config)
-    return taken, store.save(taken, keep=2)[0]
+    return taken, save(store, taken, keep=2)[0]
 
 
 def there(url: str, run: str = "test") -> set[str]:
@@ -100,7 +100,7 @@ def test_a_url_that_cannot_be_meant_is_refused(tmp_path: Path, url: str) -> None
         _, manifest = saved(store, (1, 1), configure(run_id=run))
         upload(manifest, f"{url}/{run}", keep=1)
     store.close()
-    with pytest.raises(InputError, match=r"several runs \(one, two\)"):
+    with pytest.raises(InputError, match=r"several runs or coordinators \(one, two\)"):
         restore(url, tmp_path / "again", 0.0)
     code, out = ended("restore", f"{url}/two", str(tmp_path / "again"))
     assert (code, out) == (0, f"run two restored to {tmp_path / 'again'}; versions of its fragments: 1, 1, 0\n")

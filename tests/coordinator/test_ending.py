@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import pytest
-import xxhash
 
 from coordinator.gate import Gate
 from coordinator.snapshots import load_snapshot
@@ -58,19 +57,21 @@ class Upload:
         self._channel = stack.enter_context(grpc.insecure_channel(visitor.link.address))
         sent = part(fragment, draw(fragment, 1))
         payload = sent.payload.contiguous()
-        digest = xxhash.xxh3_128_hexdigest(payload.numpy().data)
-        first, *others = chunks([payload], 16)
+        first, *others = chunks([payload], 16, ended=True)
 
         def messages() -> Iterator[bytes]:
-            yield visitor.header(fragment.index, sent.pieces, digest=digest).SerializeToString()
+            yield visitor.header(fragment.index, sent.pieces).SerializeToString()
             yield first
             assert self._rest.wait(BOUND_S)
             yield from others
 
-        call = self._channel.stream_unary(f"/{SERVICE}/Push", None, pb.Receipt.FromString)
-        self.receipt: Future[pb.Receipt] = stack.enter_context(ThreadPoolExecutor(1)).submit(
-            call, messages(), timeout=BOUND_S
-        )
+        call: Any = self._channel.stream_stream(f"/{SERVICE}/Push", None, pb.PushReply.FromString)
+
+        def receipt() -> pb.Receipt:
+            *_, last = call(messages(), timeout=BOUND_S)
+            return last.receipt  # type: ignore[no-any-return]
+
+        self.receipt: Future[pb.Receipt] = stack.enter_context(ThreadPoolExecutor(1)).submit(receipt)
         stack.callback(self.go_on)
 
     def go_on(self) -> None:
@@ -103,8 +104,8 @@ def test_a_closed_gate_lets_nobody_in_and_those_inside_out() -> None:
             await leave.wait()
             return request
 
-        [handler] = gate.guard({"Push": grpc.stream_unary_rpc_method_handler(method)}).values()
-        call = asyncio.create_task(handler.stream_unary(b"x", None))
+        [handler] = gate.guard({"Push": grpc.stream_stream_rpc_method_handler(method)}).values()
+        call = asyncio.create_task(handler.stream_stream(b"x", None))
         await entered.wait()
         early = await gate.quiet(0.0)
         inside = gate.under_way

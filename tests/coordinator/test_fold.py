@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -12,20 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coordinator.fold import LARGEST, Outer, Part, chart, digest_of, fold, weighted_mean
+from coordinator.fold import LARGEST, Outer, Part, chart, digest_of, fold
 from diloco.codec import CODECS
 from diloco.config import OuterConfig
-from diloco.errors import DivergedError
+from diloco.errors import CodecError, DivergedError
 from diloco.fragments import partition
 from diloco.layout import Box, Piece
+from diloco.merge import Addend, Runs, weighted_sum
 from diloco.outer import nesterov
-from tests.support import MODEL, configure, deal, part
+from tests.support import MODEL, configure, deal, folded, part
 
 steady = hypothesis.settings(deadline=None, derandomize=True)
 FRAGMENT, OTHER, _ = partition(MODEL, configure().sync)
 """`FRAGMENT` has parameters and a buffer, `OTHER` a scalar among its parameters."""
 [BUFFER] = (slice(a, a + s.numel) for a, s in zip(FRAGMENT.starts, FRAGMENT.specs, strict=True) if s.kind == "buffer")
-FP32, BF16 = CODECS["fp32"], CODECS["bf16"]
+FP32, BF16, INT8 = CODECS["fp32"], CODECS["bf16"], CODECS["int8"]
 OUTER = OuterConfig(lr=0.7, momentum=0.9)
 HALVES = {"a": 0.5, "b": 0.5}
 
@@ -70,7 +72,7 @@ def test_one_islands_rounds_are_torch_sgd_with_nesterov_momentum() -> None:
         gradient = values(FRAGMENT.numel, round_)
         parameter.grad = gradient.clone()
         sgd.step()
-        outer, _ = fold(FRAGMENT, outer, parts_of({"a": gradient}), {"a": 1.0}, OUTER, FP32)
+        outer, _ = folded(FRAGMENT, outer, parts_of({"a": gradient}), {"a": 1.0}, OUTER, FP32)
         assert outer.version == round_ + 1
         torch.testing.assert_close(outer.anchor[learned], parameter.detach()[learned], rtol=1e-6, atol=1e-6)
 
@@ -90,7 +92,7 @@ def test_rounds_of_several_islands_follow_the_float64_reference(up: str) -> None
         mean = sum((share * flat[i].double() for i, share in shares.items()), torch.zeros_like(theta))
         momentum = mu * momentum + mean
         theta = theta - lr * (mean + mu * momentum)
-        outer, update = fold(FRAGMENT, outer, parts_of(flat, up), shares, OUTER, FP32)
+        outer, update = folded(FRAGMENT, outer, parts_of(flat, up), shares, OUTER, FP32)
         torch.testing.assert_close(outer.anchor.double(), theta, rtol=1e-5, atol=1e-5)
     assert update.numel() == FP32.size(FRAGMENT.numel)
 
@@ -99,7 +101,7 @@ def test_without_momentum_at_rate_one_the_anchor_becomes_the_mean_of_the_islands
     outer = started()
     local = gradients(1)
     flat = {island: outer.anchor - theirs for island, theirs in local.items()}
-    new, _ = fold(FRAGMENT, outer, parts_of(flat), HALVES, OuterConfig(lr=1.0, momentum=0.0), FP32)
+    new, _ = folded(FRAGMENT, outer, parts_of(flat), HALVES, OuterConfig(lr=1.0, momentum=0.0), FP32)
     torch.testing.assert_close(new.anchor, (local["a"] + local["b"]) / 2, rtol=1e-6, atol=1e-6)
 
 
@@ -108,7 +110,7 @@ def test_buffers_take_the_plain_mean_whatever_the_outer_optimizer_is() -> None:
     for round_ in range(4):
         local = gradients(round_)
         flat = {island: outer.anchor - theirs for island, theirs in local.items()}
-        outer, _ = fold(FRAGMENT, outer, parts_of(flat), HALVES, OUTER, FP32)
+        outer, _ = folded(FRAGMENT, outer, parts_of(flat), HALVES, OUTER, FP32)
         mean = (local["a"] + local["b"])[BUFFER] / 2
         torch.testing.assert_close(outer.anchor[BUFFER], mean, rtol=1e-5, atol=1e-6)
 
@@ -116,7 +118,7 @@ def test_buffers_take_the_plain_mean_whatever_the_outer_optimizer_is() -> None:
 def test_a_scalar_folds_like_any_other_tensor() -> None:
     outer = Outer.first(OTHER, torch.zeros(OTHER.numel))
     contributions = {"a": [part(OTHER, torch.ones(OTHER.numel))]}
-    new, _ = fold(OTHER, outer, contributions, {"a": 1.0}, OuterConfig(lr=0.5, momentum=0.0), FP32)
+    new, _ = folded(OTHER, outer, contributions, {"a": 1.0}, OuterConfig(lr=0.5, momentum=0.0), FP32)
     assert torch.equal(new.anchor, torch.full((OTHER.numel,), -0.5))
 
 
@@ -133,8 +135,8 @@ def test_how_an_islands_ranks_cut_the_tensors_leaves_no_trace(seed: int, ranks: 
         for island, gradient in flat.items()
     }
     shares = {"a": 1 / 3, "b": 2 / 3}
-    first, update = fold(FRAGMENT, started(), parts_of(flat, up), shares, OUTER, BF16)
-    second, other = fold(FRAGMENT, started(), cut, shares, OUTER, BF16)
+    first, update = folded(FRAGMENT, started(), parts_of(flat, up), shares, OUTER, BF16)
+    second, other = folded(FRAGMENT, started(), cut, shares, OUTER, BF16)
     assert torch.equal(update, other)
     assert all(same_bits(getattr(first, n), getattr(second, n)) for n in ("anchor", "momentum", "residual"))
     assert first.digest == second.digest
@@ -148,7 +150,7 @@ def test_the_order_of_shares_fixes_the_bits_and_the_order_of_contributions_does_
     def anchor(order: str, arrival: str) -> Tensor:
         shares = dict.fromkeys(order, third)
         contributions = {island: parts_of(flat)[island] for island in arrival}
-        return fold(FRAGMENT, started(), contributions, shares, OUTER, FP32)[0].anchor
+        return folded(FRAGMENT, started(), contributions, shares, OUTER, FP32)[0].anchor
 
     assert same_bits(anchor("abc", "abc"), anchor("abc", "cba"))
     assert not same_bits(anchor("abc", "abc"), anchor("acb", "abc"))
@@ -156,8 +158,8 @@ def test_the_order_of_shares_fixes_the_bits_and_the_order_of_contributions_does_
 
 def test_contributions_without_a_share_are_not_folded() -> None:
     flat = gradients(1, "abc")
-    with_c, _ = fold(FRAGMENT, started(), parts_of(flat), HALVES, OUTER, FP32)
-    without, _ = fold(FRAGMENT, started(), parts_of({i: flat[i] for i in "ab"}), HALVES, OUTER, FP32)
+    with_c, _ = folded(FRAGMENT, started(), parts_of(flat), HALVES, OUTER, FP32)
+    without, _ = folded(FRAGMENT, started(), parts_of({i: flat[i] for i in "ab"}), HALVES, OUTER, FP32)
     assert same_bits(with_c.anchor, without.anchor)
 
 
@@ -166,7 +168,7 @@ def test_the_anchor_moves_by_what_the_update_decodes_to_and_the_residual_keeps_t
     outer = started()
     for round_ in range(4):
         contributions = parts_of(gradients(round_))
-        new, update = fold(FRAGMENT, outer, contributions, HALVES, OUTER, CODECS[down])
+        new, update = folded(FRAGMENT, outer, contributions, HALVES, OUTER, CODECS[down])
         applied, wanted = decoded(update, down), steps(outer, contributions, HALVES) + outer.residual
         assert same_bits(new.anchor, outer.anchor - applied)
         assert same_bits(new.residual, wanted - applied)
@@ -180,7 +182,7 @@ def test_what_is_applied_and_what_is_left_add_up_to_what_was_wanted() -> None:
     for round_ in range(50):
         contributions = parts_of(gradients(round_))
         wanted += steps(outer, contributions, HALVES)
-        outer, update = fold(FRAGMENT, outer, contributions, HALVES, OUTER, BF16)
+        outer, update = folded(FRAGMENT, outer, contributions, HALVES, OUTER, BF16)
         applied += decoded(update, "bf16")
         torch.testing.assert_close(applied + outer.residual, wanted, rtol=1e-6, atol=1e-5)
         assert (outer.residual.abs() <= 2**-8 * decoded(update, "bf16").abs()).all()  # of one update, not of all
@@ -192,25 +194,50 @@ def steps(outer: Outer, contributions: Mapping[str, Sequence[Part]], shares: Map
     out = []
     for tensor, spec, start in zip(FRAGMENT.tensors, FRAGMENT.specs, FRAGMENT.starts, strict=True):
         momentum = outer.momentum[start : start + spec.numel].clone()
-        mean = weighted_mean(spec.shape, pieces[tensor]).view(-1)
+        mean = weighted_sum([(a, Runs.of(a.box, spec.shape)) for a in pieces[tensor]], 0, spec.numel)
         lr, mu = (1.0, 0.0) if spec.kind == "buffer" else (OUTER.lr, OUTER.momentum)
         out.append(nesterov(mean, momentum, lr=lr, mu=mu))
     return torch.cat(out)
 
 
-def test_the_old_outer_state_is_left_alone() -> None:
-    old, _ = fold(FRAGMENT, started(), parts_of(gradients(1)), HALVES, OUTER, BF16)
-    copies = {name: getattr(old, name).clone() for name in ("anchor", "momentum", "residual")}
-    new, _ = fold(FRAGMENT, old, parts_of(gradients(2)), HALVES, OUTER, BF16)
-    for name, copy in copies.items():
-        assert same_bits(getattr(old, name), copy)
-        assert not torch.equal(getattr(new, name), copy)
-    assert (old.version, new.version) == (1, 2)
+def test_the_outer_state_is_moved_where_it_lies() -> None:
+    outer = folded(FRAGMENT, started(), parts_of(gradients(1)), HALVES, OUTER, BF16)[0]
+    apart, expected = folded(FRAGMENT, outer, parts_of(gradients(2)), HALVES, OUTER, BF16)
+    new, update = fold(FRAGMENT, outer, parts_of(gradients(2)), HALVES, OUTER, BF16)
+    assert torch.equal(update, expected)
+    for name in ("anchor", "momentum", "residual"):
+        assert getattr(new, name) is getattr(outer, name)
+        assert same_bits(getattr(new, name), getattr(apart, name))
+    assert (outer.version, new.version, new.digest) == (1, 2, apart.digest)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 9])
+def test_the_update_is_put_where_there_is_room(more: int) -> None:
+    expected, update = folded(FRAGMENT, started(), parts_of(gradients(1)), HALVES, OUTER, BF16)
+    room = torch.empty(update.numel() + more, dtype=torch.uint8)
+    new, found = folded(FRAGMENT, started(), parts_of(gradients(1)), HALVES, OUTER, BF16, room)
+    assert torch.equal(found, update)
+    assert (found.data_ptr() == room.data_ptr()) == (more >= 0)
+    assert new.digest == expected.digest
+
+
+@pytest.mark.parametrize("spoil", ["cut", "scale"])
+def test_a_damaged_contribution_changes_nothing(spoil: str) -> None:
+    outer = started()
+    before, sent = outer.copy(), parts_of(gradients(1), "int8")
+    payload = sent["b"][0].payload
+    if spoil == "cut":
+        sent["b"] = [replace(sent["b"][0], payload=payload[:-1])]
+    else:
+        payload[-INT8.size(FRAGMENT.specs[-1].numel) :][:2] = 255
+    with pytest.raises(CodecError, match="int8"):
+        fold(FRAGMENT, outer, sent, HALVES, OUTER, BF16)
+    assert all(same_bits(getattr(outer, n), getattr(before, n)) for n in ("anchor", "momentum", "residual"))
 
 
 def test_the_digest_is_that_of_the_anchor() -> None:
     first = started()
-    new, _ = fold(FRAGMENT, first, parts_of(gradients(1)), HALVES, OUTER, BF16)
+    new, _ = folded(FRAGMENT, first, parts_of(gradients(1)), HALVES, OUTER, BF16)
     assert first.digest == digest_of(FRAGMENT, first.anchor)
     assert new.digest == digest_of(FRAGMENT, new.anchor) != first.digest
     swapped = new.anchor.clone()
@@ -231,8 +258,9 @@ def test_the_first_state_has_version_0_and_nothing_left_over() -> None:
 def test_the_mean_adds_each_box_where_it_lies() -> None:
     rows = (FP32, Box((0, 0), (1, 3)), torch.tensor([1.0, 2.0, 3.0]).view(torch.uint8))
     columns = (FP32, Box((0, 1), (2, 2)), torch.tensor([10.0, 20.0, 30.0, 40.0]).view(torch.uint8))
-    mean = weighted_mean((2, 3), [(1.0, *rows), (0.5, *columns)])
-    assert mean.tolist() == [[1.0, 7.0, 13.0], [0.0, 15.0, 20.0]]
+    addends = [(Addend(s, *piece), Runs.of(piece[1], (2, 3))) for s, piece in ((1.0, rows), (0.5, columns))]
+    assert weighted_sum(addends, 0, 6).tolist() == [1.0, 7.0, 13.0, 0.0, 15.0, 20.0]
+    assert weighted_sum(addends, 1, 5).tolist() == [7.0, 13.0, 0.0, 15.0]
 
 
 def test_a_part_splits_into_its_pieces_in_order() -> None:
@@ -261,5 +289,5 @@ def test_the_largest_values_that_are_taken_keep_the_outer_state_finite(down: str
     largest.check_finite()
     outer = started()
     for _ in range(50):
-        outer, _ = fold(FRAGMENT, outer, {"a": [largest]}, {"a": 1.0}, OuterConfig(momentum=0.99), CODECS[down])
+        outer, _ = folded(FRAGMENT, outer, {"a": [largest]}, {"a": 1.0}, OuterConfig(momentum=0.99), CODECS[down])
     assert all(torch.isfinite(x).all() for x in (outer.anchor, outer.momentum, outer.residual))

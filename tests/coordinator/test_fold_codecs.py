@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coordinator.fold import Outer, Part, fold
+from coordinator.fold import Outer, Part
 from coordinator.inbox import codecs_of, part_size, select
 from diloco.codec import CODECS, Codec
 from diloco.codec.policy import choice
 from diloco.config import OuterConfig
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece, TensorSpec
-from tests.support import deal, part, payload
+from tests.support import deal, folded, part, payload
 
 FRAGMENT = Fragment(0, (3, 5, 9), (TensorSpec("w", (40, 130)), TensorSpec("b", (130,)), TensorSpec("s", ())))
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=15)
@@ -43,7 +43,7 @@ def test_what_was_applied_and_the_residual_are_the_steps(codec: Codec) -> None:
     steps = torch.zeros(FRAGMENT.numel)
     for round_ in range(1, 7):
         sent = {island: [part(FRAGMENT, values(10 * round_ + i))] for i, island in enumerate("ab")}
-        new, update = fold(FRAGMENT, outer, sent, dict.fromkeys("ab", 0.5), config, codec)
+        new, update = folded(FRAGMENT, outer, sent, dict.fromkeys("ab", 0.5), config, codec)
         step = unpacked(update, codec)
         assert torch.equal(new.anchor, outer.anchor - step)
         outer, applied = new, applied + step
@@ -81,7 +81,7 @@ def test_contributions_of_every_codec_are_folded(codec: Codec) -> None:
     ]
     sent = {"a": [part(FRAGMENT, values(1), rank, codec) for rank in pieces]}
     config = OuterConfig(lr=1.0, momentum=0.0)
-    outer, _ = fold(
+    outer, _ = folded(
         FRAGMENT, Outer.first(FRAGMENT, torch.zeros(FRAGMENT.numel)), sent, {"a": 1.0}, config, CODECS["fp32"]
     )
     [w, b, s] = torch.split(-values(1), [5200, 130, 1])
@@ -105,7 +105,7 @@ def test_merged_sparse_contributions_are_sent_as_sparse_as_one(islands: int) -> 
     for round_ in range(8):
         names = [f"i{i:02d}" for i in range(islands)]
         parts = {name: [part(FRAGMENT, values(100 * round_ + i), None, sparse)] for i, name in enumerate(names)}
-        outer, update = fold(FRAGMENT, outer, parts, dict.fromkeys(names, 1 / islands), config, sparse)
+        outer, update = folded(FRAGMENT, outer, parts, dict.fromkeys(names, 1 / islands), config, sparse)
         step = unpacked(update, sparse)
         assert update.numel() == size
         assert step.count_nonzero() <= 64 + 18 + 3 + 1
@@ -126,7 +126,7 @@ def test_tensors_take_codecs_of_their_own_both_ways(seed: int, ranks: int) -> No
         codecs = codecs_of(FRAGMENT, pieces, up)
         payloads = [payload(FRAGMENT, flat, [p], c) for p, c in zip(pieces, codecs, strict=True)]
         parts.append(Part(pieces=pieces, codecs=codecs, payload=torch.cat([NOTHING, *payloads])))
-    outer, update = fold(
+    outer, update = folded(
         FRAGMENT, Outer.first(FRAGMENT, torch.zeros_like(flat)), {"a": parts}, {"a": 1.0}, config, down
     )
     assert update.numel() == CODECS["topk-coded"].size(5200) + CODECS["int8"].size(130) + CODECS["bf16"].size(1)

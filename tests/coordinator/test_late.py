@@ -47,7 +47,7 @@ def test_a_late_contribution_moves_the_anchor_with_half_its_weight(tmp_path: Pat
     assert (receipt.dropped, receipt.late) == ("", "folded into round 1 with its weight times 0.5")
     again = b.push(fragment, draw(fragment, 2), tokens=100)
     assert again.duplicate
-    before = at.run.outers[0]
+    before = at.run.outers[0].copy()
     for visitor, seed in ((a, 3), (b, 4)):
         visitor.push(fragment, draw(fragment, seed), round=1, base_version=1, tokens=100)
     header, update = a.fetch(fragment, whole(fragment), round=1)

@@ -195,7 +195,7 @@ def test_a_seeder_that_comes_back_starts_over(at: Rig) -> None:
 def test_contributions_in_parts_become_an_update_that_leads_to_the_next_anchor(make: Make, down: str) -> None:
     at = make(f'wire.down="{down}"', "rounds.start_islands=2", "rounds.quorum=2")
     a, b = at.started("a", "b")
-    before = at.served.ask(lambda run: run.outers[0])
+    before = at.served.ask(lambda run: run.outers[0].copy())
     mine, theirs = draw(FRAGMENT, 1), draw(FRAGMENT, 2)
     assert not a.push(FRAGMENT, mine, LEFT, rank=0, tokens=300).dropped
     assert not b.push(FRAGMENT, theirs, tokens=100).dropped

@@ -14,7 +14,7 @@ import torch
 from coordinator import snapshots
 from coordinator.files import Files
 from coordinator.fold import Outer, fold
-from coordinator.snapshots import Snapshot, load_newest_good, load_snapshot
+from coordinator.snapshots import Draft, Snapshot, load_newest_good, load_snapshot
 from coordinator.store import Store
 from diloco.codec import CODECS
 from diloco.config import OuterConfig, RunConfig
@@ -65,6 +65,14 @@ def outer(index: int, version: int) -> Outer:
     return current
 
 
+def save(store: Store, taken: Snapshot, keep: int) -> tuple[Path, tuple[int, ...]]:
+    """Writes a snapshot of outer states that stand still."""
+    draft = Draft(store.root, taken.config, taken.layout, taken.fragments, taken.last_epoch, store.files)
+    for current, ended in zip(taken.outers, taken.rounds, strict=True):
+        draft.add(current, ended)
+    return draft.finish(keep)
+
+
 def same(a: Snapshot, b: Snapshot) -> bool:
     tensors = ("anchor", "momentum", "residual")
     return (
@@ -88,7 +96,7 @@ def names(folder: Path) -> list[str]:
 def test_a_snapshot_comes_back_bit_for_bit(state: Store) -> None:
     saved = snapshot((2, 3))
     assert all(o.momentum.any() and o.residual.any() for o in saved.outers[:2])
-    state.save(saved, keep=2)
+    save(state, saved, keep=2)
     loaded = load_snapshot(state.root)
     assert loaded is not None
     assert same(loaded, saved)
@@ -99,7 +107,7 @@ def test_bits_that_compare_equal_and_those_that_do_not_survive(state: Store) -> 
     odd[:4] = torch.tensor([-0.0, 1e-45, torch.inf, torch.nan])
     first = Outer.first(FRAGMENTS[0], odd)
     saved = replace(snapshot(), outers=(first, *snapshot().outers[1:]))
-    state.save(saved, keep=1)
+    save(state, saved, keep=1)
     loaded = load_snapshot(state.root)
     assert loaded is not None
     assert same(loaded, saved)
@@ -115,7 +123,7 @@ def test_a_snapshot_knows_its_tensors_by_name(state: Store) -> None:
 
 def test_the_newest_snapshot_is_loaded_and_only_so_many_are_kept(state: Store) -> None:
     for version in range(4):
-        state.save(snapshot((version, 1)), keep=2)
+        save(state, snapshot((version, 1)), keep=2)
         loaded = load_snapshot(state.root)
         assert loaded is not None
         assert [o.version for o in loaded.outers] == [version, 1, 0]
@@ -132,9 +140,9 @@ def test_the_newest_snapshot_is_loaded_and_only_so_many_are_kept(state: Store) -
 
 
 def test_a_fragment_that_has_not_changed_is_not_written_again(state: Store) -> None:
-    state.save(snapshot((0, 0)), keep=1)
+    save(state, snapshot((0, 0)), keep=1)
     before = {path.name: path.stat().st_ino for path in (state.root / "fragments").iterdir()}
-    state.save(snapshot((1, 0)), keep=1)
+    save(state, snapshot((1, 0)), keep=1)
     after = {path.name: path.stat().st_ino for path in (state.root / "fragments").iterdir()}
     assert [name[:15] for name, _ in sorted(before.items() & after.items())] == ["f0001-v00000000", "f0002-v00000000"]
 
@@ -146,11 +154,11 @@ def test_a_snapshot_whose_manifest_was_not_written_is_not_seen(state: Store) -> 
     for before, after in ((None, (1, 1)), ((1, 1), (2, 2))):
         files.full = True
         with pytest.raises(OSError, match="No space left"):
-            state.save(snapshot(after), keep=2)
+            save(state, snapshot(after), keep=2)
         loaded = load_snapshot(state.root)
         assert loaded is None if before is None else loaded is not None and same(loaded, snapshot(before))
         files.full = False
-        state.save(snapshot(after), keep=2)
+        save(state, snapshot(after), keep=2)
         loaded = load_snapshot(state.root)
         assert loaded is not None
         assert same(loaded, snapshot(after))
@@ -160,7 +168,7 @@ def test_what_an_interrupted_snapshot_left_is_removed_by_the_next(state: Store) 
     (state.root / "fragments" / "f0000-v00000009-0.partial").write_bytes(b"half")
     (state.root / "manifest-00000001.json.partial").write_bytes(b"half")
     assert load_snapshot(state.root) is None
-    state.save(snapshot(), keep=1)
+    save(state, snapshot(), keep=1)
     assert [name[:5] for name in names(state.root / "fragments")] == ["f0000", "f0001", "f0002"]
     assert load_snapshot(state.root) is not None
 
@@ -175,7 +183,7 @@ def test_no_folder_is_an_input_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tensor", ["anchor", "momentum", "residual"])
 def test_one_flipped_bit_of_any_tensor_is_found(state: Store, tensor: str) -> None:
-    state.save(snapshot((1, 1)), keep=1)
+    save(state, snapshot((1, 1)), keep=1)
     [path] = (state.root / "fragments").glob("f0001-*")
     data = bytearray(path.read_bytes())
     needle = getattr(snapshot((1, 1)).outers[1], tensor)[-1:].numpy().tobytes()
@@ -199,7 +207,7 @@ def scribble(path: Path) -> None:
 def swap(path: Path) -> None:
     """Another version of the same fragment under this one's name."""
     other = Store(path.parents[1] / "other")
-    other.save(snapshot((2, 1)), keep=1)
+    save(other, snapshot((2, 1)), keep=1)
     [theirs] = (other.root / "fragments").glob("f0000-*")
     path.write_bytes(theirs.read_bytes())
     other.close()
@@ -217,7 +225,7 @@ def swap(path: Path) -> None:
 def test_a_damaged_or_missing_file_is_refused(
     state: Store, damage: Callable[[Path], None], kind: type[DilocoError], words: str
 ) -> None:
-    state.save(snapshot((1, 1)), keep=1)
+    save(state, snapshot((1, 1)), keep=1)
     [path] = (state.root / "fragments").glob("f0000-*")
     damage(path)
     with pytest.raises(kind, match=words):
@@ -225,7 +233,7 @@ def test_a_damaged_or_missing_file_is_refused(
 
 
 def test_a_newer_format_is_refused(state: Store) -> None:
-    state.save(snapshot(), keep=1)
+    save(state, snapshot(), keep=1)
     [path] = state.root.glob("manifest-*.json")
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({**manifest, "format": snapshots.FORMAT + 1}))
@@ -253,7 +261,7 @@ def test_a_damaged_manifest_is_refused_by_name_and_the_one_before_it_is_taken(
     state: Store, change: Callable[[dict[str, Any]], str]
 ) -> None:
     for version in (1, 2):
-        state.save(snapshot((version, 1)), keep=2)
+        save(state, snapshot((version, 1)), keep=2)
     path = state.root / "manifest-00000002.json"
     path.write_text(change(json.loads(path.read_text())))
     with pytest.raises((InputError, DigestMismatch), match="damaged"):
@@ -262,7 +270,7 @@ def test_a_damaged_manifest_is_refused_by_name_and_the_one_before_it_is_taken(
     assert loaded is not None
     assert same(loaded, snapshot((1, 1)))
     assert path.with_suffix(".damaged").exists()
-    state.save(snapshot((2, 1)), keep=2)
+    save(state, snapshot((2, 1)), keep=2)
     again = load_snapshot(state.root)
     assert again is not None
     assert same(again, snapshot((2, 1)))
@@ -272,14 +280,14 @@ def test_a_damaged_file_is_written_anew_once_the_snapshot_before_it_is_taken(
     state: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     for version in (1, 2):
-        state.save(snapshot((version, 1)), keep=2)
+        save(state, snapshot((version, 1)), keep=2)
     [path] = (state.root / "fragments").glob("f0000-v00000002*")
     scribble(path)
     loaded = load_newest_good(state.root)
     assert loaded is not None
     assert same(loaded, snapshot((1, 1)))
     assert "going back to the snapshot before it, manifest-00000001.json" in caplog.text
-    state.save(snapshot((2, 1)), keep=2)
+    save(state, snapshot((2, 1)), keep=2)
     again = load_snapshot(state.root)
     assert again is not None
     assert same(again, snapshot((2, 1)))
@@ -287,7 +295,7 @@ def test_a_damaged_file_is_written_anew_once_the_snapshot_before_it_is_taken(
 
 def test_snapshots_that_are_all_damaged_are_left_as_they_are_and_refused(state: Store) -> None:
     for version in (1, 2):
-        state.save(snapshot((version, 1)), keep=2)
+        save(state, snapshot((version, 1)), keep=2)
     [shared] = (state.root / "fragments").glob("f0001-*")
     scribble(shared)
     before = names(state.root)
@@ -297,9 +305,9 @@ def test_snapshots_that_are_all_damaged_are_left_as_they_are_and_refused(state: 
 
 
 def test_a_damaged_older_manifest_keeps_no_newer_one_from_being_written(state: Store) -> None:
-    state.save(snapshot((1, 1)), keep=2)
+    save(state, snapshot((1, 1)), keep=2)
     (state.root / "manifest-00000001.json").write_text("{")
-    assert state.save(snapshot((2, 2)), keep=2)[1] == (3, 3, 0)
+    assert save(state, snapshot((2, 2)), keep=2)[1] == (3, 3, 0)
     loaded = load_newest_good(state.root)
     assert loaded is not None
     assert same(loaded, snapshot((2, 2)))
@@ -307,7 +315,7 @@ def test_a_damaged_older_manifest_keeps_no_newer_one_from_being_written(state: S
 
 def test_a_newer_format_is_never_passed_over(state: Store) -> None:
     for version in (1, 2):
-        state.save(snapshot((version, 1)), keep=2)
+        save(state, snapshot((version, 1)), keep=2)
     path = state.root / "manifest-00000002.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": snapshots.FORMAT + 1}))
     with pytest.raises(InputError, match="newer than"):

@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 import torch
-import xxhash
 from torch import Tensor
 
 import island.link
@@ -243,11 +242,12 @@ def test_first_parameters_go_on_too_and_leave_nothing(tmp_path: Path) -> None:
 def raw(site: Site, header: pb.PushHeader, messages: list[bytes]) -> pb.Receipt:
     """A push as it lies on the wire."""
     with grpc.insecure_channel(site.at.address) as channel:
-        call: Any = channel.stream_unary(f"/{SERVICE}/Push", None, pb.Receipt.FromString)
+        call: Any = channel.stream_stream(f"/{SERVICE}/Push", None, pb.PushReply.FromString)
         try:
-            return call(iter([header.SerializeToString(), *messages]), timeout=BOUND_S)  # type: ignore[no-any-return]
+            *_, last = call(iter([header.SerializeToString(), *messages]), timeout=BOUND_S)
         except grpc.RpcError as error:
             raise refusal(error) from error
+    return last.receipt  # type: ignore[no-any-return]
 
 
 def refusal(error: Any) -> Refused:
@@ -261,19 +261,23 @@ def refusal(error: Any) -> Refused:
 
 
 def announced(site: Site, number: int, **fields: Any) -> pb.PushHeader:
-    digest = xxhash.xxh3_128_hexdigest(row_bytes(number).numpy().data)
-    return site.a.header(0, row(number), rank=number, digest=digest, **fields)
+    return site.a.header(0, row(number), rank=number, **fields)
+
+
+def stream(number: int, first_byte: int = 0) -> list[bytes]:
+    """What follows it."""
+    return list(chunks([row_bytes(number)], CHUNK, first_byte, ended=True))
 
 
 def test_a_push_that_begins_beyond_what_has_come_is_told_where_to_go_on(site: Site) -> None:
-    messages = list(chunks([row_bytes(0)], CHUNK))
+    messages = stream(0)
     with pytest.raises(Expired, match=rf"0 bytes of this push are here, not {CHUNK}: ask Resume"):
         raw(site, announced(site, 0, first_byte=CHUNK), messages[1:])
     pushing = site.cut_push(0, 5 * CHUNK // 2)
     site.proxy.cut()
     assert pushing.result(BOUND_S) == pb.Receipt()
     pushing = site.cut_push(1, 5 * CHUNK // 2)
-    assert raw(site, announced(site, 1, first_byte=CHUNK), list(chunks([row_bytes(1)], CHUNK, CHUNK))) == pb.Receipt()
+    assert raw(site, announced(site, 1, first_byte=CHUNK), stream(1, CHUNK)) == pb.Receipt()
     site.proxy.cut()
     assert pushing.result(BOUND_S).duplicate
     assert torch.equal(site.stored(1), row_bytes(1))
@@ -281,7 +285,7 @@ def test_a_push_that_begins_beyond_what_has_come_is_told_where_to_go_on(site: Si
 
 def test_the_newer_of_two_streams_takes_over_and_the_older_is_refused(site: Site) -> None:
     go_on, arrived = threading.Event(), site.have
-    messages = list(chunks([row_bytes(0)], CHUNK))
+    messages = stream(0)
 
     def zombie() -> Iterator[bytes]:
         yield announced(site, 0).SerializeToString()
@@ -289,14 +293,16 @@ def test_the_newer_of_two_streams_takes_over_and_the_older_is_refused(site: Site
         go_on.wait(BOUND_S)
 
     with grpc.insecure_channel(site.at.address) as channel:
-        call: Any = channel.stream_unary(f"/{SERVICE}/Push", None, pb.Receipt.FromString)
-        old = call.future(zombie(), timeout=BOUND_S)
+        call: Any = channel.stream_stream(f"/{SERVICE}/Push", None, pb.PushReply.FromString)
+        old = call(zombie(), timeout=BOUND_S)
         wait_until(lambda: arrived() == 2 * CHUNK, "two chunks come", BOUND_S)
         assert raw(site, announced(site, 0, first_byte=CHUNK), messages[1:]) == pb.Receipt()
-        refused = refusal(old.exception(BOUND_S))
+        with pytest.raises(grpc.RpcError) as ended:
+            list(old)
+        refused = refusal(ended.value)
         go_on.set()
     assert isinstance(refused, Overload)
-    assert "a newer stream of the same payload has taken over" in refused.message
+    assert "a newer stream of the same part has taken over" in refused.message
     assert torch.equal(site.stored(0), row_bytes(0))
     assert site.half_done() == []
     assert site.at.run.admission.streams == 0
@@ -314,10 +320,10 @@ def test_a_stream_comes_after_what_is_being_stored(site: Site, monkeypatch: pyte
     pushing = site.push(site.a, 0)
     assert storing.wait(BOUND_S)
     with pytest.raises(Overload, match="all bytes have come and are being stored: ask again"):
-        raw(site, announced(site, 0), list(chunks([row_bytes(0)], CHUNK)))
+        raw(site, announced(site, 0), stream(0))
     go_on.set()
     assert pushing.result(BOUND_S) == pb.Receipt()
-    assert raw(site, announced(site, 0), []).duplicate
+    assert raw(site, announced(site, 0), stream(0)).duplicate
     assert torch.equal(site.stored(0), row_bytes(0))
 
 
@@ -447,7 +453,7 @@ def ranged(site: Site, **fields: Any) -> tuple[pb.FetchHeader, bytes, int]:
         except grpc.RpcError as error:
             raise refusal(error) from error
     parts = [unchunk(message) for message in rest]
-    return pb.FetchHeader.FromString(first), b"".join(part for _, part in parts), parts[0][0] if parts else -1
+    return pb.FetchHeader.FromString(first), b"".join(part for _, _, part in parts), parts[0][0] if parts else -1
 
 
 @pytest.mark.parametrize(
@@ -492,7 +498,7 @@ def test_a_spent_budget_refuses_with_a_time_and_then_admits(
     site.at.run.admission._limits = room.model_validate({"retry_s": 0.05, **limits})
     pushing = site.cut_push(0, 5 * CHUNK // 2)
     with pytest.raises(Overload, match=words) as caught:
-        raw(site, announced(site, 1), list(chunks([row_bytes(1)], CHUNK)))
+        raw(site, announced(site, 1), stream(1))
     assert caught.value.retry_after_s == 0.05
     said: list[str] = []
     site.a.link._say = said.append
@@ -519,7 +525,7 @@ def test_downloads_are_streams_too(site: Site) -> None:
 def test_a_disk_that_is_nearly_full_takes_no_contribution(site: Site) -> None:
     site.at.run.admission._limits = site.config.limits.model_copy(update={"disk_free_bytes": 2**62})
     with pytest.raises(Overload, match=r"\(limits.disk_free_bytes\)"):
-        raw(site, announced(site, 0), list(chunks([row_bytes(0)], CHUNK)))
+        raw(site, announced(site, 0), stream(0))
     assert site.at.inbox() == []
     site.at.run.admission._limits = site.config.limits
     assert site.a.push(FRAGMENT, VALUES, row(0)) == pb.Receipt()

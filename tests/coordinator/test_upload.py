@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator.files import REAL
-from coordinator.upload import Key, Slot, Upload, Uploads
+from coordinator.upload import Slot, Upload, Uploads
 from diloco.errors import CodecError, Overload
 from diloco.framing import chunk
 
@@ -25,17 +25,17 @@ def digest(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-KEY = Key(SLOT, digest(PAYLOAD))
+END = xxhash.xxh3_128_digest(PAYLOAD)
 
 
 def cut(data: bytes, first: int, length: int) -> bytes:
     """One message of the payload."""
-    return chunk(memoryview(data)[first : first + length], first)
+    return chunk(memoryview(data)[first : first + length], first, xxhash.xxh3_128(data[:first]))
 
 
 @pytest.fixture
 def upload(tmp_path: Path) -> Iterator[Upload]:
-    upload = Upload(tmp_path, REAL, KEY, len(PAYLOAD))
+    upload = Upload(tmp_path, REAL, SLOT, len(PAYLOAD))
     yield upload
     upload.close()
 
@@ -43,13 +43,13 @@ def upload(tmp_path: Path) -> Iterator[Upload]:
 @pytest.mark.parametrize("seed", [False, True])
 @pytest.mark.parametrize("island", ["a", "a-r1", "f0-r1-b-2-part", "x.partial", "x.sums"])
 def test_the_name_of_its_files_says_which_payload_it_is(island: str, seed: bool) -> None:
-    key = Key(Slot(1, 2, island, 3, seed), digest(b""))
-    assert Key.parse(key.name) == key
+    slot = Slot(1, 2, island, 3, seed)
+    assert Slot.parse(slot.name) == slot
 
 
-@pytest.mark.parametrize("name", ["", "half", "f0-r0-a-0-other-" + "0" * 32, KEY.name[:-1], KEY.name + "0"])
+@pytest.mark.parametrize("name", ["", "half", "f0-r0-a-0-other", SLOT.name[:-1], SLOT.name + "0"])
 def test_other_names_are_no_uploads(name: str) -> None:
-    assert Key.parse(name) is None
+    assert Slot.parse(name) is None
 
 
 def test_what_has_come_becomes_a_file(upload: Upload, tmp_path: Path) -> None:
@@ -57,7 +57,10 @@ def test_what_has_come_becomes_a_file(upload: Upload, tmp_path: Path) -> None:
     assert [upload.add(cut(PAYLOAD, first, 300)) for first in (0, 300, 300, 600, 900, 0)] == [
         *(True, True, False, True, True, False)
     ]
-    assert (upload.have, upload.reserved) == (1000, 1000)
+    assert (upload.have, upload.reserved, upload.digest) == (1000, 1000, digest(PAYLOAD))
+    with pytest.raises(CodecError, match="ended before the digest of its payload"):
+        upload.check_complete()
+    upload.add(END)
     upload.check_complete()
     assert upload.publish(tmp_path / "whole").read_bytes() == PAYLOAD
     upload.close()
@@ -65,11 +68,11 @@ def test_what_has_come_becomes_a_file(upload: Upload, tmp_path: Path) -> None:
 
 
 def test_other_bytes_than_announced_are_refused_at_the_end(tmp_path: Path) -> None:
-    upload = Upload(tmp_path, REAL, KEY, 1000)
+    upload = Upload(tmp_path, REAL, SLOT, 1000)
     upload.open()
     upload.add(cut(bytes(1000), 0, 1000))
-    with pytest.raises(CodecError, match=f"has digest {digest(bytes(1000))}, and {KEY.digest} was announced"):
-        upload.check_complete()
+    with pytest.raises(CodecError, match=f"has digest {digest(bytes(1000))}, and {digest(PAYLOAD)} was announced"):
+        upload.add(END)
     upload.discard()
     assert not list(tmp_path.iterdir())
 
@@ -83,7 +86,33 @@ def test_a_disk_that_fails_half_way_takes_the_rest_later(upload: Upload, monkeyp
             upload.add(cut(PAYLOAD, 400, 300))
     assert upload.have == 400
     upload.add(cut(PAYLOAD, 400, 600))
+    upload.add(END)
     upload.check_complete()
+
+
+def test_a_sender_that_begins_again_with_other_bytes_takes_over_where_they_differ(upload: Upload) -> None:
+    other = PAYLOAD[:600] + bytes(400)
+    upload.open()
+    upload.add_all([cut(PAYLOAD, first, 300) for first in (0, 300, 600, 900)])
+    assert [upload.add(cut(other, first, 300)) for first in (0, 300, 600)] == [False, False, True]
+    assert (upload.have, upload.digest) == (900, digest(other[:900]))
+    upload.add_all([cut(other, 900, 100), xxhash.xxh3_128_digest(other)])
+    upload.check_complete()
+    assert upload.path.read_bytes() == other
+
+
+def test_a_damaged_chunk_that_comes_again_takes_nothing_away(upload: Upload) -> None:
+    upload.open()
+    upload.add_all([cut(PAYLOAD, first, 300) for first in (0, 300, 600)])
+    message = bytearray(cut(PAYLOAD, 300, 200))
+    message[-1] ^= 1
+    with pytest.raises(CodecError, match="damaged"):
+        upload.add(bytes(message))
+    with pytest.raises(CodecError, match="begins at byte 100, and 0 bytes have come"):
+        upload.add(cut(PAYLOAD, 100, 200))  # nothing began there before
+    assert upload.have == 900
+    with pytest.raises(CodecError, match="ended after 900 of 1000 bytes"):
+        upload.add(END)
 
 
 @given(st.data())
@@ -95,28 +124,29 @@ def test_whatever_happens_what_it_has_is_a_prefix_of_the_payload(tmp_path: Path,
     folder.mkdir(exist_ok=True)
     for path in folder.iterdir():
         path.unlink()
-    upload, durable = Upload(folder, REAL, KEY, len(PAYLOAD)), 0
+    upload, durable = Upload(folder, REAL, SLOT, len(PAYLOAD)), 0
     upload.open()
-    sums, partial = folder / f"{KEY.name}.sums", folder / f"{KEY.name}.partial"
+    sums, partial = folder / f"{SLOT.name}.sums", folder / f"{SLOT.name}.partial"
     for _ in range(data.draw(st.integers(1, 12))):
         match data.draw(st.sampled_from(["next", "next", "any", "damaged", "restart", "power loss"])):
             case "next":
-                length = data.draw(st.integers(0, 400))
-                first = max(0, upload.have - data.draw(st.integers(0, 200)))
-                end = min(first + length, len(PAYLOAD))
-                expected = max(end, upload.have)
-                upload.add(cut(PAYLOAD, first, length))
-                assert upload.have == expected
-            case "any":
-                first, length = data.draw(st.integers(0, 1000)), data.draw(st.integers(0, 400))
-                before = upload.have
-                if first > before:
-                    with pytest.raises(CodecError, match="some are missing"):
-                        upload.add(cut(PAYLOAD, first, length))
-                    assert upload.have == before
-                else:
+                length = data.draw(st.integers(1, 400))
+                first = upload.have
+                if first < 1000:
                     upload.add(cut(PAYLOAD, first, length))
+                assert upload.have == min(first + length, 1000)
+            case "any":
+                first, length = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 400))
+                before = upload.have
+                try:
+                    moved = upload.add(cut(PAYLOAD, first, length))
+                    assert upload.have == (min(first + length, 1000) if moved else before)
+                except CodecError as error:
+                    assert "bytes have come" in error.message
+                    assert upload.have == before
             case "damaged":
+                if upload.have == 1000:
+                    continue
                 message, before = bytearray(cut(PAYLOAD, upload.have, 100)), upload.have
                 message[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
                 with pytest.raises(CodecError):
@@ -125,9 +155,9 @@ def test_whatever_happens_what_it_has_is_a_prefix_of_the_payload(tmp_path: Path,
             case "restart":
                 before = upload.have
                 upload.close()
-                upload = Upload(folder, REAL, KEY, None)
+                upload = Upload(folder, REAL, SLOT, None)
                 upload.total_bytes = len(PAYLOAD)
-                assert upload.look() == before
+                assert upload.look() == (before, digest(PAYLOAD[:before]))
                 upload.open()
             case "power loss":
                 before = upload.have
@@ -137,7 +167,7 @@ def test_whatever_happens_what_it_has_is_a_prefix_of_the_payload(tmp_path: Path,
                 kept = data.draw(st.integers(0, len(content)))
                 content[kept:] = data.draw(st.sampled_from([b"", bytes(len(content) - kept), b"\xff" * 99]))
                 victim.write_bytes(content)
-                upload = Upload(folder, REAL, KEY, None)
+                upload = Upload(folder, REAL, SLOT, None)
                 upload.total_bytes = len(PAYLOAD)
                 assert upload.open() <= before
         durable = upload.have
@@ -145,7 +175,8 @@ def test_whatever_happens_what_it_has_is_a_prefix_of_the_payload(tmp_path: Path,
     if durable < len(PAYLOAD):
         with pytest.raises(CodecError, match=f"ended after {durable} of 1000 bytes"):
             upload.check_complete()
-    upload.add(cut(PAYLOAD, durable, 1000))
+        upload.add(cut(PAYLOAD, durable, 1000))
+    upload.add(END)
     upload.check_complete()
     assert partial.read_bytes() == PAYLOAD
     upload.close()
@@ -159,39 +190,39 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_start_keeps_uploads_and_removes_what_is_none(tmp_path: Path) -> None:
-    for name in ("half.partial", "lonely.sums", f"{KEY.name}.partial", f"{KEY.name}.sums", "whole"):
+    for name in ("half.partial", "lonely.sums", f"{SLOT.name}.partial", f"{SLOT.name}.sums", "whole"):
         (tmp_path / name).write_bytes(b"1234")
     uploads = Uploads(tmp_path, REAL)
-    assert names(tmp_path) == sorted([f"{KEY.name}.partial", f"{KEY.name}.sums", "whole"])
+    assert names(tmp_path) == sorted([f"{SLOT.name}.partial", f"{SLOT.name}.sums", "whole"])
     assert (uploads.reserved_bytes, uploads.coming_bytes) == (4, 0)
-    found = uploads.find(KEY, 1000)
+    found = uploads.find(SLOT, 1000)
     assert found is not None
     assert uploads.reserved_bytes == 1000
-    assert found.look() == 0
+    assert found.look() == (0, digest(b""))
     assert uploads.coming_bytes == 1000
-    assert uploads.find(KEY, 999) is None
+    assert uploads.find(SLOT, 999) is None
 
 
 def test_the_end_leaves_what_is_under_way_and_nothing_that_is_over(tmp_path: Path) -> None:
-    for name in (f"{KEY.name}.partial", f"{KEY.name}.sums"):
+    for name in (f"{SLOT.name}.partial", f"{SLOT.name}.sums"):
         (tmp_path / name).write_bytes(b"1234")
     asyncio.run(Uploads(tmp_path, REAL).close(lambda slot: slot != SLOT))
-    assert names(tmp_path) == [f"{KEY.name}.partial", f"{KEY.name}.sums"]
+    assert names(tmp_path) == [f"{SLOT.name}.partial", f"{SLOT.name}.sums"]
     asyncio.run(Uploads(tmp_path, REAL).close(lambda slot: slot == SLOT))
     assert names(tmp_path) == []
 
 
 def test_a_slot_keeps_one_payload_and_each_one_stream(tmp_path: Path) -> None:
     async def play() -> None:
-        uploads, other = Uploads(tmp_path, REAL), Key(SLOT, digest(b"other"))
+        uploads = Uploads(tmp_path, REAL)
         ended: list[str] = []
 
         async def zombie() -> None:
-            await uploads.supersede(KEY)
-            upload, stream = uploads.begin(KEY, 1000)
+            await uploads.supersede(SLOT)
+            upload, stream = uploads.begin(SLOT, 1000)
             try:
-                await uploads.run(upload.open)
-                await uploads.run(upload.add, cut(PAYLOAD, 0, 300))
+                await uploads.run(SLOT, upload.open)
+                await uploads.run(SLOT, upload.add, cut(PAYLOAD, 0, 300))
                 started.set()
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -203,18 +234,18 @@ def test_a_slot_keeps_one_payload_and_each_one_stream(tmp_path: Path) -> None:
         started = asyncio.Event()
         task = asyncio.create_task(zombie())
         await asyncio.wait_for(started.wait(), 30)
-        await uploads.supersede(KEY)
+        await uploads.supersede(SLOT)
         assert ended == ["superseded"]
-        upload, stream = uploads.begin(KEY, 1000)
-        assert await uploads.run(upload.open) == 300
+        upload, stream = uploads.begin(SLOT, 1000)
+        assert await uploads.run(SLOT, upload.open) == 300
         stream.storing = True
         with pytest.raises(Overload, match="are being stored"):
-            await uploads.supersede(other)
+            await uploads.supersede(SLOT)
         uploads.end(upload)
-        await uploads.supersede(other)
-        replacing, _ = uploads.begin(other, 5)
-        await uploads.run(replacing.open)
-        assert names(tmp_path) == [f"{other.name}.partial", f"{other.name}.sums"]
+        await uploads.supersede(SLOT)
+        replacing, _ = uploads.begin(SLOT, 5)
+        await uploads.run(SLOT, replacing.open)
+        assert names(tmp_path) == [f"{SLOT.name}.partial", f"{SLOT.name}.sums"]
         await uploads.prune(lambda slot: True)
         assert len(names(tmp_path)) == 2  # a stream brings it
         uploads.end(replacing)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.codec import CODECS, Codec
+from diloco.codec import CODECS, Codec, native
 from diloco.codec.blocks import Blocked
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "codecs"
@@ -19,6 +20,16 @@ BLOCKED = {name: codec for name, codec in CODECS.items() if isinstance(codec, Bl
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Within it, no kernel is used."""
+    before, native.ENABLED = native.ENABLED, False
+    try:
+        yield
+    finally:
+        native.ENABLED = before
 
 
 def golden_values() -> Tensor:

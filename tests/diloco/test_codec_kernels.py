@@ -7,8 +7,6 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,21 +18,11 @@ from torch import Tensor
 from diloco.codec import native
 from diloco.codec.blocks import Blocked
 from diloco.errors import CodecError
-from tests.diloco.codecs import BLOCKED, hard_values, same_bits
+from tests.diloco.codecs import BLOCKED, eager, hard_values, same_bits
 
 ROOT = Path(__file__).parents[2]
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=30)
 built = pytest.mark.skipif(native.library is None, reason="the kernels are not built: python setup.py build_ext -i")
-
-
-@contextmanager
-def eager() -> Iterator[None]:
-    """Within it, no kernel is used."""
-    before, native.ENABLED = native.ENABLED, False
-    try:
-        yield
-    finally:
-        native.ENABLED = before
 
 
 def outcome(codec: Blocked, payload: Tensor, numel: int) -> Tensor | None:

@@ -31,6 +31,9 @@ RULES = [
     (["rounds.grace_s=601.5"], ["rounds.grace_s", "rounds.deadline_s"]),
     (["run.steps=499"], ["run.steps", "sync.every_steps"]),
     (["rounds.quorum=3", "rounds.start_islands=2"], ["rounds.quorum", "rounds.start_islands"]),
+    (["run.coordinator_index=1"], ["run.coordinator_index", "run.coordinators"]),
+    (["run.coordinators=['a:1', 'b:1']"], ["run.coordinators", "sync.fragments"]),
+    (["run.coordinators=['a:1', 'a:1']"], ["run.coordinators"]),
 ]
 """Overrides that break one rule between settings, and the settings its message must name."""
 
@@ -144,3 +147,23 @@ def test_the_digest_tells_settings_apart_and_nothing_else() -> None:
 def test_the_checks_hold_for_settings_made_in_code_too() -> None:
     with pytest.raises(ValueError, match="unexpected"):
         RunConfig(run={"id": "r"}, unexpected=1)  # type: ignore[arg-type, call-arg]
+
+
+SPREAD = ["sync.strategy=strided", "sync.fragments=4", "run.coordinators=['a:1', 'b:1']"]
+
+
+def test_islands_agree_on_how_many_coordinators_there_are_and_not_on_where() -> None:
+    def digest(*overrides: str) -> str:
+        return load_run(MINIMAL, "run.toml", [*SPREAD, *overrides]).value.digest
+
+    two = digest()
+    assert digest("run.coordinator_index=1") == two
+    assert digest("run.coordinators=['c:1', 'd:1']") == two
+    assert digest("run.coordinators=['a:1', 'b:1', 'c:1']") != two
+    assert digest("run.coordinators=['a:1']") == digest("run.coordinators=[]") != two
+
+
+@pytest.mark.parametrize("address", ["a", "a:", ":1", "a b:1", "http://a:1", "a:1234567"])
+def test_an_address_of_a_coordinator_is_host_and_port(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"'run\.coordinators\.0'"):
+        load_run(MINIMAL, "run.toml", [f"run.coordinators=['{address}']"])

@@ -73,7 +73,7 @@ class Books:
         self.moved += gradient - self.again
         payload = torch.empty(self.codec.size(NUMEL), dtype=torch.uint8)
         self.feedback.begin(0)
-        self.feedback.encode(0, gradient, self.codec, payload)
+        list(self.feedback.encode(0, gradient, self.codec, payload))
         self.feedback.receipt(fate)
         counts = fate in (Fate.COUNTS, Fate.CARRIED)
         # A contribution that counts is applied where its round is committed, or a later one that it is carried into.
@@ -138,7 +138,7 @@ def test_what_is_kept_decays() -> None:
     payload = torch.empty(codec.size(4), dtype=torch.uint8)
     for moved, sent in (([1.0, 4.0, 2.0, 3.0], [0.0, 4, 0, 0]), ([0.0, 0.0, 0.0, 0.0], [0.0, 0, 0, 1.5])):
         feedback.begin(0)
-        feedback.encode(0, torch.tensor(moved), codec, payload)
+        list(feedback.encode(0, torch.tensor(moved), codec, payload))
         assert codec.unpack(payload, (4,)).tolist() == sent
         feedback.receipt(Fate.COUNTS)
         feedback.end(Ending.COMMITTED, 0.0)
@@ -149,7 +149,11 @@ def test_a_contribution_that_was_never_settled_leaves_the_residual() -> None:
     books = Books(codec=CODECS["int2"], alpha=0.0, chance=torch.Generator().manual_seed(2))
     books.round(Fate.COUNTS, Ending.COMMITTED)
     before = books.feedback.residual(0, NUMEL).clone()
-    books.feedback.encode(0, torch.ones(NUMEL), books.codec, torch.empty(books.codec.size(NUMEL), dtype=torch.uint8))
+    list(
+        books.feedback.encode(
+            0, torch.ones(NUMEL), books.codec, torch.empty(books.codec.size(NUMEL), dtype=torch.uint8)
+        )
+    )
     books.feedback.receipt(Fate.COUNTS)
     books.feedback.begin(0)
     books.feedback.end(Ending.COMMITTED, 0.0)

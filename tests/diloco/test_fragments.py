@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.config import Strategy, SyncConfig
+from diloco.config import RunSection, Strategy, SyncConfig
 from diloco.errors import ConfigError
-from diloco.fragments import Fragment, partition
+from diloco.fragments import Fragment, coordinator_of, kept, partition
 from diloco.layout import Layout, TensorSpec
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)
@@ -219,3 +219,31 @@ def test_the_number_it_suggests_always_goes(strategy: Strategy, layers: int, fra
 def test_it_says_what_the_model_has_too_few_of(strategy: Strategy, what: str) -> None:
     with pytest.raises(ConfigError, match=f"leaves 3 fragments empty: the model has too few {what};"):
         split([TensorSpec("h.0.w", (1,))], strategy, 4)
+
+
+def spread(count: int, index: int = 0) -> RunSection:
+    addresses = tuple(f"host-{i}:1" for i in range(count))
+    return RunSection(id="r", coordinators=addresses, coordinator_index=index)
+
+
+@PROPERTY
+@given(count=st.integers(1, 6), fragments=st.integers(1, 20))
+def test_every_fragment_has_one_coordinator_and_none_is_without(count: int, fragments: int) -> None:
+    keepers = [coordinator_of(fragment, spread(count)) for fragment in range(fragments)]
+    assert set(keepers) == set(range(min(count, fragments)))
+    shares = [keepers.count(index) for index in range(count)]
+    assert max(shares) - min(shares) <= 1
+    assert all(a != b for a, b in pairwise(keepers)) or count == 1, "neighbours are kept apart"
+
+
+def test_a_coordinator_has_its_own_fragments_and_the_numbers_of_the_others() -> None:
+    layout = Layout([TensorSpec(f"layers.{i}.w", (i + 1,)) for i in range(4)] + [TensorSpec("frozen", (9,), "static")])
+    sync = SyncConfig(strategy="strided", fragments=4, every_steps=4)
+    whole = partition(layout, sync)
+    assert kept(whole, spread(0)) == kept(whole, spread(1)) == whole
+    for index in (0, 1):
+        mine = kept(whole, spread(2, index))
+        assert [f.index for f in mine] == [0, 1, 2, 3, 4]
+        assert [f.elsewhere for f in mine] == [number % 2 != index for number in range(5)]
+        assert [f.numel for f in mine] == [0 if f.elsewhere else whole[f.index].numel for f in mine]
+        assert all(f == whole[f.index] for f in mine if not f.elsewhere)

@@ -12,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from diloco import framing
 from diloco.errors import CodecError, LayoutError
-from diloco.framing import FRAME_BYTES, Collector, chunk, chunks, piece_to_proto, pieces_from_proto, unchunk
+from diloco.framing import (
+    FRAME_BYTES,
+    Assembly,
+    Collector,
+    chunks,
+    digest_of,
+    piece_to_proto,
+    pieces_from_proto,
+    unchunk,
+)
 from diloco.layout import Box, Layout, Piece, TensorSpec
 from diloco.v1 import coordinator_pb2 as pb
 from tests.diloco.test_layout import shaped_boxes
@@ -24,6 +34,11 @@ payloads = st.lists(st.binary(max_size=40), max_size=6)
 
 def tensor(data: bytes) -> Tensor:
     return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def chunk(payload: bytes, offset: int, before: bytes = b"") -> bytes:
+    """A message of a payload that begins with `before`."""
+    return framing.chunk(memoryview(payload), offset, xxhash.xxh3_128(before))
 
 
 def collect(messages: list[bytes], total: int) -> bytes:
@@ -48,8 +63,9 @@ def test_any_range_of_a_payload_comes_alone(parts: list[bytes], chunk_bytes: int
     end = data.draw(st.none() | st.integers(first, len(whole)))
     offset = first
     for message in chunks(map(tensor, parts), chunk_bytes, first, end):
-        at, payload = unchunk(message)
+        at, check, payload = unchunk(message)
         assert at == offset
+        assert check == xxhash.xxh3_128_intdigest(whole[: at + len(payload)]) % 2**64
         assert payload == whole[at : at + len(payload)]
         assert len(payload) == min(chunk_bytes, (len(whole) if end is None else end) - at)
         offset += len(payload)
@@ -73,82 +89,97 @@ def test_a_chunk_leaves_as_soon_as_it_is_full() -> None:
             yield tensor(data)
 
     stream = chunks(parts(), 4)
-    assert unchunk(next(stream)) == (0, b"abcd")
+    assert unchunk(next(stream))[::2] == (0, b"abcd")
     assert asked == [b"abc", b"def"]
-    assert [unchunk(message) for message in stream] == [(4, b"efgh")]
+    assert [unchunk(message)[::2] for message in stream] == [(4, b"efgh")]
 
 
-@pytest.mark.parametrize(
-    ("payload", "offset", "message"),
-    [
-        (b"", 0, "0000000000000000 c294d338 0580062d"),
-        (b"diloco", 0, "0000000000000000 40425af2befb2d1d 64696c6f636f"),
-        (b"diloco", 2**40 + 3, "0300000000010000 1a91bffda3f1aa12 64696c6f636f"),
-    ],
-)
-def test_the_bytes_of_a_chunk_never_change(payload: bytes, offset: int, message: str) -> None:
-    assert chunk(memoryview(payload), offset) == bytes.fromhex(message)
-    check = xxhash.xxh3_64_intdigest(payload, seed=offset)
-    assert chunk(memoryview(payload), offset) == struct.pack("<QQ", offset, check) + payload
+def test_each_chunk_may_have_a_size_of_its_own() -> None:
+    sizes = iter([3, 1, 4])
+    assert [unchunk(m)[2] for m in chunks([tensor(b"abcdef")], lambda: next(sizes))] == [b"abc", b"d", b"ef"]
 
 
-@given(st.binary(max_size=40), st.data())
+def test_the_bytes_of_a_stream_never_change() -> None:
+    first, second, end = chunks([tensor(b"diloco")], 4, ended=True)
+    assert first == bytes.fromhex("0000000000000000 c24999b39cf82b7a 64696c6f")
+    assert second == bytes.fromhex("0400000000000000 aacb40b98a67c60d 636f")
+    assert end == bytes.fromhex("4475d306b75691ac0dc6678ab940cbaa") == xxhash.xxh3_128_digest(b"diloco")
+    check = xxhash.xxh3_128_intdigest(b"diloco") % 2**64
+    assert second == struct.pack("<QQ", 4, check) + b"co"
+    assert list(chunks([tensor(b"diloco")], 4, 4, ended=True)) == [second, end]
+    assert list(chunks([], 4, ended=True)) == [xxhash.xxh3_128_digest(b"")]
+
+
+@given(st.binary(min_size=1, max_size=40), st.data())
 @PROPERTY
 def test_one_flipped_bit_is_refused_and_nothing_taken(payload: bytes, data: st.DataObject) -> None:
-    message = bytearray(chunk(memoryview(payload), 0))
+    message = bytearray(chunk(payload, 0))
     message[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     collector = Collector(len(payload))
-    with pytest.raises(CodecError, match=f"a chunk of {len(message)} bytes is damaged"):
+    with pytest.raises(CodecError, match=f"a chunk of {len(message)} bytes is damaged|a chunk begins at byte"):
         collector.add(bytes(message))
-    collector.add(chunk(memoryview(payload), 0))
+    collector.add(chunk(payload, 0))
     assert collector.finish().numpy().tobytes() == payload
 
 
 @given(st.binary(min_size=1, max_size=20), st.data())
 @PROPERTY
 def test_a_torn_chunk_is_refused(payload: bytes, data: st.DataObject) -> None:
-    message = chunk(memoryview(payload), 0)
+    message = chunk(payload, 0)
     torn = message[: data.draw(st.integers(0, len(message) - 1))]
     with pytest.raises(CodecError, match=f"a chunk of {len(torn)} bytes is damaged"):
-        unchunk(torn)
+        Collector(len(payload)).add(torn)
+
+
+def test_the_end_of_a_push_is_of_what_has_come() -> None:
+    first, second, end = chunks([tensor(b"diloco")], 4, ended=True)
+    assembly = Assembly(6)
+    for message in (first, second):
+        with pytest.raises(CodecError, match=f"and {end.hex()} was announced"):
+            assembly.end(end)
+        assembly.fresh(message)
+        assembly.took()
+    assembly.end(end)
+    assert assembly.ended
+    assert assembly.digest == end.hex() == digest_of([tensor(b"dil"), tensor(b"oco!")], 6)
+    with pytest.raises(CodecError, match="a push ends with 16 bytes, not 15"):
+        assembly.end(end[:15])
 
 
 def test_more_bytes_than_announced_are_refused_and_not_written() -> None:
     collector = Collector(5)
-    collector.add(chunk(memoryview(b"abc"), 0))
+    collector.add(chunk(b"abc", 0))
     with pytest.raises(CodecError, match="more than the 5 bytes that the header announced"):
-        collector.add(chunk(memoryview(b"xyz"), 3))
-    collector.add(chunk(memoryview(b"de"), 3))
+        collector.add(chunk(b"xyz", 3, b"abc"))
+    collector.add(chunk(b"de", 3, b"abc"))
     assert collector.finish().numpy().tobytes() == b"abcde"
     with pytest.raises(CodecError, match="more than the 5 bytes"):
-        collector.add(chunk(memoryview(b"f"), 5))
+        collector.add(chunk(b"f", 5, b"abcde"))
 
 
-def test_a_collector_goes_on_where_it_stands_and_refuses_a_gap() -> None:
+def test_a_collector_goes_on_where_it_stands_and_nowhere_else() -> None:
     collector = Collector(8)
-    collector.add(chunk(memoryview(b"abcd"), 0))
+    collector.add(chunk(b"abcd", 0))
     assert collector.have == 4
-    collector.add(chunk(memoryview(b"bc"), 1))  # here already
-    assert collector.have == 4
-    with pytest.raises(CodecError, match="begins at byte 5, and only 4 bytes have come"):
-        collector.add(chunk(memoryview(b"fg"), 5))
-    collector.add(chunk(memoryview(b"cdef"), 2))  # its end is new
-    assert collector.have == 6
-    collector.add(chunk(memoryview(b"gh"), 6))
+    for first in (1, 5):
+        with pytest.raises(CodecError, match=f"begins at byte {first}, and 4 bytes have come"):
+            collector.add(chunk(b"fg", first))
+    collector.add(chunk(b"efgh", 4, b"abcd"))
     assert collector.finish().numpy().tobytes() == b"abcdefgh"
 
 
-def test_a_chunk_is_good_at_its_own_place_only() -> None:
-    message = bytearray(chunk(memoryview(b"abcd"), 4))
-    message[:8] = (0).to_bytes(8, "little")
+def test_a_chunk_is_good_after_its_own_beginning_only() -> None:
+    collector = Collector(8)
+    collector.add(chunk(b"abcd", 0))
     with pytest.raises(CodecError, match="damaged"):
-        Collector(8).add(bytes(message))
+        collector.add(chunk(b"efgh", 4, b"abce"))
+    assert collector.have == 4
 
 
 @pytest.mark.parametrize(("messages", "got"), [([], 0), ([b"abc"], 3)])
 def test_fewer_bytes_than_announced_are_refused(messages: list[bytes], got: int) -> None:
     with pytest.raises(CodecError, match=f"ended after {got} of 5 bytes"):
-        collect([chunk(memoryview(m), 0) for m in messages], 5)
+        collect([chunk(m, 0) for m in messages], 5)
 
 
 def test_an_empty_stream_is_an_empty_payload() -> None:

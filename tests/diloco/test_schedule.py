@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.config import RunConfig, RunSection, SyncConfig
+from diloco.config import RunConfig, RunSection, SyncConfig, load_run
 from diloco.schedule import Apply, Schedule, Send
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=150)
@@ -146,3 +146,24 @@ def test_a_run_that_ends_before_a_fragments_first_sync_has_no_round_of_it() -> N
     assert (schedule.rounds(0), schedule.rounds(1)) == (1, 0)
     assert schedule.finished([1, 0])
     assert schedule.position([1, 0]) == 5
+
+
+def test_a_coordinator_has_no_rounds_of_fragments_that_another_keeps() -> None:
+    config = load_run(
+        '[run]\nid = "r"\nsteps = 12\ncoordinators = ["a:1", "b:1"]\ncoordinator_index = 1\n'
+        '[sync]\nstrategy = "strided"\nfragments = 4\nevery_steps = 4\n',
+        "the test",
+    ).value
+    whole, mine = Schedule.of(config), Schedule.kept(config)
+    assert ([whole.rounds(f) for f in range(4)], [mine.rounds(f) for f in range(4)]) == ([3] * 4, [0, 3, 0, 3])
+    for step in range(1, 13):
+        assert mine.due(step) == [action for action in whole.due(step) if action.fragment % 2]
+    assert mine.finished([0, 3, 0, 3])
+    assert not mine.finished([0, 3, 0, 2])
+    assert (whole.position([0, 1, 0, 1]), mine.position([0, 1, 0, 1])) == (0, 4)
+
+
+def test_a_newcomer_goes_no_further_than_the_next_sync() -> None:
+    schedule = Schedule(every=4, offsets=(2, 4), overlap=0, steps=12)
+    assert [schedule.position([1, 0], step) for step in (0, 2, 3, 9)] == [2, 2, 3, 3]
+    assert schedule.position([3, 3], 40) == 12

@@ -126,7 +126,7 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{spec['store']}", rank=rank, world_size=size)
-    model = build(spec["layout"], spec["seed"])
+    model = build(spec["layout"], spec["begin"])
     seen: list[Any] = []
     with join(model, spec["address"], island_id=spec["island"], connect_timeout_s=60, start_timeout_s=120) as site:
         if spec["layout"] == "wide":

@@ -85,12 +85,16 @@ class Island:
         first, second = (json.loads((self._folder / f"out.{rank}.json").read_text()) for rank in range(2))
         assert first == second
         assert first["finite"]
-        known = self.host.ask(lambda run: {(f, o.version): show(o.digest) for (f, _), o in run.outcomes.items()})
+        known = self.outcomes()
         for _, _, versions, digests in first["seen"]:
             for fragment in (0, 1):
                 if versions[fragment]:
                     assert digests[fragment] == known[fragment, versions[fragment]]
         return [first, second]
+
+    def outcomes(self) -> dict[tuple[int, int], str]:
+        """Digests by fragment and version."""
+        return self.host.ask(lambda run: {(f, o.version): show(o.digest) for (f, _), o in run.outcomes.items()})
 
 
 @pytest.fixture

@@ -46,8 +46,13 @@ def config(run_id: str, islands: int, chunk_bytes: int = 4096, **sync: object) -
     )
 
 
-def launch(serving: Serving, layouts: Sequence[str], folder: Path) -> list[list[dict[str, Any]]]:
-    """Runs one island per layout (all but `single` and `wide` with two ranks); returns what each rank saw."""
+def launch(
+    serving: Serving, layouts: Sequence[str], folder: Path, *, alike: bool = False
+) -> list[list[dict[str, Any]]]:
+    """Runs one island per layout (all but `single` and `wide` with two ranks); returns what each rank saw.
+
+    Their models begin with different parameters unless they are `alike`.
+    """
     folder.mkdir()
     processes, outs = [], []
     for i, layout in enumerate(layouts):
@@ -58,6 +63,7 @@ def launch(serving: Serving, layouts: Sequence[str], folder: Path) -> list[list[
             "island": f"island-{i}",
             "layout": layout,
             "seed": i,
+            "begin": 0 if alike else i,
             "store": str(folder / f"store-{i}"),
             "out": str(out),
         }

@@ -69,12 +69,12 @@ def test_bytes_that_a_line_took_and_never_delivered_are_no_progress(clock: Time,
 
 def test_what_is_sent_again_is_counted(clock: Time) -> None:
     pace = _Pace()
-    pace.move(100)
+    pace.hand(100)
     clock.now += 1
     assert pace.resume(60) == 40
     assert pace.since == 1001
     assert pace.resume(60) == 0
-    pace.move(160)
+    pace.hand(100)
     assert pace.resume(160) == 0
 
 

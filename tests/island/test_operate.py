@@ -12,12 +12,13 @@ import click
 import pytest
 from rich.console import Console
 
+from coordinator.rounds import Kick, Stop
 from diloco.errors import ExitCode
 from diloco.v1 import coordinator_pb2 as pb
 from island import operate, show
 from island.cli import status
 from tests.processes import Ended, command_here, free_port
-from tests.support import Rig, Visitor, configure, draw
+from tests.support import Rig, Serving, Visitor, configure, draw, serving, visit
 
 SETTINGS = ("rounds.start_islands=3", "rounds.quorum=2", "rounds.grace_s=20.0", "run.steps=1000")
 COMMANDS = [
@@ -223,6 +224,81 @@ def test_waiting_for_a_stop_has_a_bound(at: Rig, islands: list[Visitor], monkeyp
     ended = do(at, operate.stop, "--yes", "--wait", "--within", "0.05")
     assert ended.code == ExitCode.TIMEOUT
     assert "error: the coordinator still runs: ending (" in ended.err
+
+
+# -- several coordinators -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[list[Serving]]:
+    """The two coordinators of a run, where an island has joined."""
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    with ExitStack() as stack:
+        hosts = []
+        for index, address in enumerate(addresses):
+            config = configure(f"run.coordinators={json.dumps(addresses)}", f"run.coordinator_index={index}")
+            hosts.append(stack.enter_context(serving(config, tmp_path / str(index), listen=address)))
+            visitor = stack.enter_context(visit(address, "oslo"))
+            visitor.join()
+            for fragment in (f for f in hosts[-1].run.fragments if not f.elsewhere):
+                visitor.push(fragment, draw(fragment, 0), seed=True)
+        yield hosts
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_what_changes_a_run_is_done_at_all_of_its_coordinators(given: int, both: list[Serving]) -> None:
+    def done(command: click.Command, *args: str) -> list[str]:
+        ended = command_here(command, both[given].address, *args)
+        assert (ended.code, ended.err) == (ExitCode.OK, ""), ended
+        return ended.out.splitlines()
+
+    def paused() -> list[bool]:
+        return [bool(host.ask(lambda run: run.state.paused)) for host in both]
+
+    said = done(operate.pause)
+    assert [line.partition(" is ")[0] for line in said] == [f"coordinator {i}: the run" for i in (0, 1)]
+    assert paused() == [True, True]
+    assert done(operate.resume, "--here")[0].startswith("the run goes on")
+    assert paused() == [given == 1, given == 0]
+    assert done(operate.resume)[given] == f"coordinator {given}: the run is not paused"
+    assert done(operate.drain, "oslo") == [f"coordinator {i}: asked to leave: oslo" for i in (0, 1)]
+    taken = [line.partition(" is ")[0] for line in done(operate.snapshot)]
+    assert taken == [f"coordinator {i}: a snapshot" for i in (0, 1)]
+    done(operate.stop, "--yes")
+    assert [bool(host.ask(lambda run: run.state.stopping)) for host in both] == [True, True]
+
+
+def test_a_coordinator_that_fails_is_named_and_the_others_do_as_they_are_told(both: list[Serving]) -> None:
+    both[0].call(both[0].run.take(Kick(island="oslo", reason="gone")))
+    ended = command_here(operate.kick, both[1].address, "oslo", "--yes")
+    assert ended.code == ExitCode.REFUSED
+    assert ended.out == "coordinator 1: the lease of island oslo has ended; no round waits for it\n"
+    assert ended.err == "error: coordinator 0: island 'oslo' holds no lease in this run; those that do: none\n"
+    both[0].call(both[0].run.take(Stop(reason="x")))
+
+
+def test_waiting_for_a_stop_waits_for_each_coordinator(both: list[Serving], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operate, "LOOK_S", 0.01)
+    ended = command_here(operate.stop, both[0].address, "--yes", "--wait", "--within", "0.05")
+    assert ended.code == ExitCode.TIMEOUT
+    assert [line for line in ended.out.splitlines() if "ends once" in line] == [
+        f"coordinator {i}: the coordinator ends once these have left: oslo" for i in (0, 1)
+    ]
+    assert "coordinator 1: the coordinator still runs" in ended.err
+
+
+def test_the_status_says_what_a_coordinator_keeps_and_where_the_others_are(both: list[Serving]) -> None:
+    for index, keeps in ((0, "0, 2"), (1, "1")):
+        ended = command_here(status, both[index].address)
+        assert (
+            f"coordinator {index} of 2 keeps fragments {keeps}; {1 - index} at {both[1 - index].address}" in ended.out
+        )
+        found = json.loads(command_here(status, both[index].address, "--json").out)
+        assert found["coordinators"] == [host.address for host in both]
+        assert (found["coordinator_index"], [f["fragment"] for f in found["fragments"]]) == (
+            index,
+            [int(f) for f in keeps.split(", ")],
+        )
 
 
 @pytest.mark.parametrize("args", [[], ["oslo", "--all"]])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.buffers import Buffers
 from diloco.config import RunConfig
 from diloco.digest import show
 from diloco.errors import StaleEpoch
@@ -122,7 +123,7 @@ def test_what_was_in_flight_at_the_end_of_a_process_is_settled_by_whether_it_cou
             with torch.no_grad():
                 linear.weight.sub_(STEP)
             if not counted:
-                site._link.push = lambda *_, **__: pb.Receipt()  # type: ignore[method-assign]
+                site.courier._link.push = lambda *_, **__: pb.Receipt()  # type: ignore[method-assign]
             site.courier.contribute(0, 1, 1, site.replica.stage(0), tokens=1, steps=1)
             assert site.replica.feedback is not None
             left = site.replica.feedback[0].keep().left[0]
@@ -149,13 +150,14 @@ class Line:
     def __init__(self, receipt: pb.Receipt, outcome: str) -> None:
         self.receipt, self.outcome = receipt, outcome
         self.fails = False
+        self.buffers = Buffers(torch.uint8)
 
     def push(self, *_: object, **__: object) -> pb.Receipt:
         if self.fails:
             raise StaleEpoch("the lease is over")
         return self.receipt
 
-    def fetch(self, _: object, size: int, *__: object) -> tuple[pb.FetchHeader, torch.Tensor]:
+    def fetch(self, _: object, size: int, *__: object, **___: object) -> tuple[pb.FetchHeader, torch.Tensor]:
         payload = torch.zeros(size, dtype=torch.uint8)
         if self.outcome == "anchor":
             return pb.FetchHeader(outcome="anchor", codec_id=1, codec_version=1), payload

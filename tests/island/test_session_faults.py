@@ -37,7 +37,8 @@ from diloco.v1 import coordinator_pb2 as pb
 from island.daemon import FINAL
 from island.lease import Lease
 from island.link import Link
-from island.session import REJOINS, Session, join
+from island.seat import REJOINS
+from island.session import Session, join
 from tests.processes import free_port, wait_until
 from tests.support import Clock, Serving, Visitor, serving, visit
 
@@ -160,9 +161,9 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
     seen: list[str | int] = []
     fetch = Link.fetch
 
-    def noting(self: Link, request: pb.FetchRequest, size: int, *spool: Path | None) -> Any:
+    def noting(self: Link, request: pb.FetchRequest, size: int, *spool: Path | None, **more: Any) -> Any:
         seen.append("anchor" if request.anchor else request.round)
-        return fetch(self, request, size, *spool)
+        return fetch(self, request, size, *spool, **more)
 
     monkeypatch.setattr(Link, "fetch", noting)
     return seen

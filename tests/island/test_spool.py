@@ -135,7 +135,6 @@ def test_a_spool_counts_only_what_it_can_read_again(tmp_path: Path) -> None:
     for number, message in enumerate(chunks([data], 100)):
         if number < 7:
             spool.add(message)
-            spool.add(message)
     found = Spool.find(tmp_path / "s", 1000)
     assert found is not None
     assert (found.have, found.header.version) == (700, 3)

@@ -1,0 +1,94 @@
+"""The messages of one stream on their way to the thread that writes them, while the next ones come."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from coordinator.upload import Upload, Uploads
+
+BEHIND = 2
+"""Messages of a stream that wait while earlier ones are written."""
+TELL_BYTES = 4 * 2**20
+"""A sender hears how far its payload has come after so much at the latest, and whenever all that came is written."""
+
+
+class Flow:
+    """Hands messages over in batches: one is written at a time, and what comes meanwhile is the next.
+
+    Used on one loop, as a context: what still waits at its end is written before anything else of the same slot.
+    """
+
+    def __init__(self, uploads: Uploads, upload: Upload) -> None:
+        self._uploads, self._upload = uploads, upload
+        self._waiting: list[bytes] = []
+        self._writing: asyncio.Future[None] | None = None
+        self._failed: BaseException | None = None
+        self._done, self._moved = asyncio.Event(), asyncio.Event()
+        self._told = upload.have
+        self._over = False
+
+    def __enter__(self) -> Flow:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        rest, self._waiting = self._waiting, []
+        if rest:
+            self._uploads.run(self._upload.slot, self._upload.add_all, rest).add_done_callback(_seen)
+
+    async def add(self, message: bytes) -> None:
+        """Hands a message over; waits while too many do. Raises what writing earlier ones has raised."""
+        self._waiting.append(message)
+        self._start()
+        while self._writing and len(self._waiting) > BEHIND:
+            await self._next()
+        self._check()
+
+    async def finish(self) -> None:
+        """Returns once all is written. Raises what writing has raised."""
+        while self._writing:
+            await self._next()
+        self._check()
+
+    async def moved(self) -> int | None:
+        """Bytes that the upload has, once those are more than at the last call, and the sender may wait for that; None
+        once nobody is to be told any more."""
+        while self._upload.have == self._told and not self._over:
+            await self._moved.wait()
+            self._moved.clear()
+        self._told = self._upload.have
+        return None if self._over else self._told
+
+    def hush(self) -> None:
+        """Nobody is to be told any more."""
+        self._over = True
+        self._moved.set()
+
+    async def _next(self) -> None:
+        """Returns once a batch is written."""
+        self._done.clear()
+        await self._done.wait()
+
+    def _check(self) -> None:
+        if self._failed:
+            raise self._failed
+
+    def _start(self) -> None:
+        if self._writing is None and self._waiting and not self._failed:
+            batch, self._waiting = self._waiting, []
+            self._writing = self._uploads.run(self._upload.slot, self._upload.add_all, batch)
+            self._writing.add_done_callback(self._written)
+
+    def _written(self, writing: asyncio.Future[None]) -> None:
+        self._writing, self._failed = None, _seen(writing)
+        self._start()
+        self._done.set()
+        if not self._writing or self._upload.have - self._told >= TELL_BYTES:
+            self._moved.set()
+
+
+def _seen(writing: asyncio.Future[None]) -> BaseException | None:
+    """What writing has raised. Of a stream that is over nobody asks: the next one finds how far it came."""
+    return None if writing.cancelled() else writing.exception()
