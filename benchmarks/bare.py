@@ -1,6 +1,6 @@
 """A bare gRPC stream of raw bytes, between two processes of its own: what `benchmarks.transport` is held against.
 
-    with Bare(Tls(...) or None, keep=False) as bare:
+    with Bare(TLS(...) or None, keep=False) as bare:
         seconds = bare.up(megabytes, streams)
 
 Messages of 1 MiB, no serializer, a server with threads, default options. `keep` has both processes keep freed memory
@@ -9,40 +9,36 @@ as this system's do; without it they are as any program is.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import grpc
 
+from diloco.errors import EnvironmentFault
+from diloco.tls import TLS
+
 MESSAGE = bytes(2**20)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tls:
-    """Files (PEM) with which both sides prove who they are."""
-
-    ca: Path
-    cert: Path
-    key: Path
-
-    def read(self) -> tuple[bytes, bytes, bytes]:
-        """CA, private key and certificate."""
-        return self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes()
+def _read(tls: TLS) -> tuple[bytes, bytes, bytes]:
+    """CA, private key and certificate."""
+    return Path(tls.ca).read_bytes(), Path(tls.key).read_bytes(), Path(tls.cert).read_bytes()
 
 
 class Bare:
     """The two processes, until the end of the context."""
 
-    def __init__(self, tls: Tls | None = None, *, keep: bool = False) -> None:
-        options = json.dumps({"tls": [str(tls.ca), str(tls.cert), str(tls.key)] if tls else None, "keep": keep})
+    def __init__(self, tls: TLS | None = None, *, keep: bool = False) -> None:
+        options = json.dumps({"tls": asdict(tls) if tls else None, "keep": keep})
         self._server = _process("serve", options)
         address = _line(self._server)
         self._client = _process("call", options, address)
@@ -81,25 +77,24 @@ def _line(process: subprocess.Popen[str]) -> str:
     assert process.stdout
     line = process.stdout.readline().strip()
     if not line:
-        raise SystemExit(f"a benchmark's process has ended: {process.args}")
+        raise EnvironmentFault(f"a process of the benchmark has ended: {process.args!r}")
     return line
 
 
-def serve(tls: Tls | None) -> None:
+def serve(tls: TLS | None) -> None:
     """A server that takes and gives raw bytes, until it is terminated; prints its address."""
 
     def up(messages: Iterator[bytes], _: Any) -> bytes:
         return str(sum(len(message) for message in messages)).encode()
 
     def down(count: bytes, _: Any) -> Iterator[bytes]:
-        for _ in range(int(count)):
-            yield MESSAGE
+        yield from itertools.repeat(MESSAGE, int(count))
 
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=16))
     handlers = {"Up": grpc.stream_unary_rpc_method_handler(up), "Down": grpc.unary_stream_rpc_method_handler(down)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
     if tls:
-        ca, key, cert = tls.read()
+        ca, key, cert = _read(tls)
         port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, cert)], ca, True))
     else:
         port = server.add_insecure_port("127.0.0.1:0")
@@ -108,7 +103,7 @@ def serve(tls: Tls | None) -> None:
     server.wait_for_termination()
 
 
-def call(tls: Tls | None, address: str) -> None:
+def call(tls: TLS | None, address: str) -> None:
     """A client that does what it reads, a line each, and prints the seconds that it takes."""
     channels: list[grpc.Channel] = []
 
@@ -116,7 +111,7 @@ def call(tls: Tls | None, address: str) -> None:
         while len(channels) <= number:
             options = [("grpc.use_local_subchannel_pool", 1)]
             if tls:
-                ca, key, cert = tls.read()
+                ca, key, cert = _read(tls)
                 credentials = grpc.ssl_channel_credentials(ca, key, cert)
                 target = f"localhost:{address.rpartition(':')[2]}"
                 channels.append(grpc.secure_channel(target, credentials, options=options))
@@ -148,7 +143,7 @@ def main() -> None:
         from diloco import allocator
 
         allocator.keep(heap_bytes=allocator.MESSAGE_BYTES)
-    tls = Tls(**dict(zip(("ca", "cert", "key"), map(Path, options["tls"]), strict=True))) if options["tls"] else None
+    tls = TLS(**options["tls"]) if options["tls"] else None
     if sys.argv[1] == "serve":
         serve(tls)
     else:

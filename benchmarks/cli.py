@@ -108,28 +108,40 @@ def codec(say: Say, threads: int, elements: int, codecs: tuple[str, ...], eager:
 
 
 @bench.command()
-@_elements(16)
+@_elements(64)
+@click.option("--contributions", type=click.IntRange(1), default=8, show_default=True, metavar="M", help="To fold.")
+@click.option("--up", default="int8", show_default=True, metavar="CODEC", help="Of contributions.")
+@click.option("--down", default="int8", show_default=True, metavar="CODEC", help="Of the update.")
 @_measures
-def outer(say: Say, threads: int, elements: int) -> Records:
+def outer(say: Say, threads: int, elements: int, contributions: int, up: str, down: str) -> Records:
     """The coordinator's outer step, beside the memory traffic it needs."""
     from benchmarks.outer import measure
 
-    return measure(elements)
+    return measure(elements, contributions, up, down)
 
 
 @bench.command()
 @_elements(16)
 @click.option("--listen", metavar="HOST:PORT", help="Serve another machine that connects, until Ctrl-C.")
 @click.option("--connect", metavar="HOST:PORT", help="Measure the link to a machine that listens.")
+@_STATE
+@_SECURE
 @tls_options
 @_measures
 def transport(
-    say: Say, threads: int, elements: int, listen: str | None, connect: str | None, tls: TLS | None
+    say: Say,
+    threads: int,
+    elements: int,
+    listen: str | None,
+    connect: str | None,
+    state: str | None,
+    encrypted: bool,
+    tls: TLS | None,
 ) -> Records:
-    """One rank's bulk streams, beside bare gRPC streams; on this machine, or on a link of your own.
+    """Bulk streams of one island and of eight, beside bare gRPC streams; on this machine, or on a link of your own.
 
     For a link say --listen 0.0.0.0:PORT on one machine, and --connect HOST:PORT on the other. It takes this port and
-    the next one. For mutual TLS give both ends their --tls-cert, --tls-key and --tls-ca.
+    the next one. For mutual TLS on it give both ends their --tls-cert, --tls-key and --tls-ca; on this machine --tls.
     """
     if listen and connect:
         raise click.UsageError("--listen is for one machine and --connect for the other")
@@ -139,14 +151,9 @@ def transport(
         reach.listen(listen, tls, lambda line: click.echo(line, err=True))
     if connect:
         return reach.connect(connect, elements, tls)
-    return _transport(elements)
+    from benchmarks.transport import measure
 
-
-def _transport(elements: int) -> Iterator[Record]:
-    from benchmarks import transport
-    from benchmarks.record import Record
-
-    yield from (Record(**row) for row in transport.measure(elements))
+    return measure(max(2, elements // 2**18), state=Path(state) if state else None, encrypted=encrypted)
 
 
 @bench.command()
@@ -210,15 +217,15 @@ def _islands(parameters: int) -> Iterator[Record]:
 
 @bench.command("all")
 @click.option("--elements", type=click.IntRange(1), metavar="N", help="fp32 values of each; its own default else.")
-@_SECURE
 @_measures
-def everything(say: Say, threads: int, elements: int | None, encrypted: bool) -> Iterator[Record]:
-    """All of them, one after the other."""
-    from benchmarks import codec, outer, sync
+def everything(say: Say, threads: int, elements: int | None) -> Iterator[Record]:
+    """All of them on this machine, one after the other; transport and sync plain and over TLS."""
+    from benchmarks import codec, outer, sync, transport
 
     large, small = elements or 64 * 2**20, elements or 16 * 2**20
     yield from codec.measure(large)
-    yield from outer.measure(small)
-    yield from _transport(small)
-    yield from sync.measure(large, threads=threads, encrypted=encrypted, say=say)
+    yield from outer.measure(large)
+    for secure in (False, True):
+        yield from transport.measure(max(2, small // 2**18), encrypted=secure)
+        yield from sync.measure(large, threads=threads, encrypted=secure, say=say)
     yield from _islands(min(small, 4 * 2**20))

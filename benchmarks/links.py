@@ -12,7 +12,6 @@ import argparse
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,8 +22,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.processes import coordinator
 from benchmarks.record import Record, report
-from benchmarks.transport import RUN, START_S, Client
+from benchmarks.transport import RUN, Client
 from diloco.layout import Layout, TensorSpec
 
 HOST, SITE = "10.213.7.1", "10.213.7.2"
@@ -70,26 +70,6 @@ def link(rtt_ms: float, mbit: float, queue_ms: float) -> Iterator[None]:
         subprocess.run(["ip", "netns", "del", FAR], check=False, capture_output=True, timeout=30)
 
 
-@contextmanager
-def far_coordinator(folder: Path) -> Iterator[str]:
-    """A coordinator in the namespace, until the end of the block: its address."""
-    run, address = folder / "run.toml", folder / "state" / "address"
-    run.write_text(RUN)
-    command = ["diloco", "coordinator", str(run), "--state", f"{folder}/state", "--listen", f"{SITE}:0"]
-    words = ["ip", "netns", "exec", FAR, sys.executable, "-m", *command]
-    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + START_S
-        while not address.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the coordinator did not start")
-            time.sleep(0.05)
-        yield address.read_text()
-    finally:
-        process.kill()
-        process.wait(timeout=60)
-
-
 class Beats:
     """Heartbeats while the context lasts: their latencies in seconds."""
 
@@ -119,13 +99,13 @@ def measure(rtt_ms: float, mbit: float, queue_ms: float, mebibytes: int, streams
     with (
         tempfile.TemporaryDirectory(prefix="diloco-shaped-") as folder,
         link(rtt_ms, mbit, queue_ms),
-        far_coordinator(Path(folder)) as address,
+        coordinator(Path(folder), RUN, listen=f"{SITE}:0", prefix=["ip", "netns", "exec", FAR]) as host,
         ThreadPoolExecutor(streams) as pool,
     ):
         numel = mebibytes * 2**18 // streams
         specs = [TensorSpec(f"layers.{i}.w", (numel if i % 2 == 0 else 1,)) for i in range(2 * streams)]
         layout = Layout([*specs, TensorSpec(f"layers.{2 * streams}.w", (1,))])
-        client = Client(address, "site", layout, {})
+        client = Client(host.address, "site", layout)
         payload = torch.randn(numel).mul_(1e-3).view(torch.uint8)
         tensors = list(range(0, 2 * streams, 2))
         for tensor in range(1, len(layout.tensors), 2):

@@ -1,7 +1,5 @@
 """The outer step beside copying the memory that it must move, in turns.
 
-python -m benchmarks.outer [--json FILE] [--elements N] [--threads N] [--contributions M] [--up CODEC] [--down CODEC]
-
 The step decodes M contributions and adds them with their shares, takes the Nesterov step, adds the residual, encodes
 the update, decodes it, keeps what was dropped, moves the anchor, and gives its digest. It must read the contributions,
 the anchor, the momentum and the residual, and write the last three and the update. The limit is what the machine moves
@@ -11,14 +9,12 @@ came, as in a coordinator that has run for a while.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from benchmarks.codec import values_like_updates
-from benchmarks.record import Record, report, seconds
+from benchmarks.record import Record, seconds
 from coordinator.fold import Outer, Part, fold
 from diloco.codec import by_name
 from diloco.config import OuterConfig
@@ -54,22 +50,3 @@ def measure(
         ("digest of an anchor", 4 * elements, alone),
     ):
         yield Record(name=name, value=moved / duration / 1e9, unit="GB/s", limit=8 * elements / copy / 1e9, codec=up)
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the records here")
-    parser.add_argument("--elements", type=int, default=64 * 2**20, help="fp32 values (64 Mi by default)")
-    parser.add_argument("--threads", type=int, help="threads to compute with")
-    parser.add_argument("--contributions", type=int, default=CONTRIBUTIONS, help=f"{CONTRIBUTIONS} by default")
-    parser.add_argument("--up", default="int8", help="codec of contributions")
-    parser.add_argument("--down", default="int8", help="codec of the update")
-    arguments = parser.parse_args()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    report([*measure(arguments.elements, arguments.contributions, arguments.up, arguments.down)], arguments.json)
-
-
-if __name__ == "__main__":
-    main()

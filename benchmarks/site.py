@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -53,7 +52,10 @@ class Island:
         self._pool = ThreadPoolExecutor(len(self._fragments))
         self._staged: list[Staged] = []
         self._payloads: list[list[Tensor]] = []
-        self._updates: dict[int, Tensor] = {}
+        sizes = [self._replica.contribution_size(f) for f in self._fragments]
+        self._room = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        sizes = [self._replica.update_size(self._replica.owned(f)) for f in self._fragments]
+        self._updates = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         self._headers: list[pb.FetchHeader] = []
 
     def train(self) -> None:
@@ -108,7 +110,9 @@ class Island:
 
         def work() -> None:
             rounds = [position.round for position in self._replica.position]
-            self._payloads = [list(self._replica.encode(f, self._staged[f], rounds[f])) for f in self._fragments]
+            self._payloads = [
+                list(self._replica.encode(f, self._staged[f], rounds[f], self._room[f])) for f in self._fragments
+            ]
 
         return _seconds(work)
 
@@ -125,16 +129,13 @@ class Island:
 
     def receive(self) -> float:
         """Receives the updates of rounds that have ended."""
-        self._updates, headers = {}, {}
+        headers: dict[int, pb.FetchHeader] = {}
         places = {id(self._replica.owned(f)[0]): f for f in self._fragments}
-
-        def keep(owned: Any, payload: Tensor) -> None:
-            self._updates[places[id(owned[0])]] = payload
 
         def fetch(fragment: int) -> None:
             headers[fragment] = self._site.courier.fetch_update(fragment, self._replica.position[fragment].round)
 
-        with patch.object(self._replica, "decode", keep):
+        with patch.object(self._replica, "arriving", lambda owned: _Kept(self._updates[places[id(owned[0])]])):
             duration = self._each(fetch)
         self._headers = [headers[f] for f in self._fragments]
         return duration
@@ -156,6 +157,19 @@ class Island:
     def _each(self, work: Callable[[int], None]) -> float:
         """Seconds that something takes for all fragments at once."""
         return _seconds(lambda: [None for _ in self._pool.map(work, self._fragments)].clear())
+
+
+class _Kept:
+    """Takes an update as `diloco.replica.Arriving` does, and decodes nothing of it."""
+
+    def __init__(self, room: Tensor) -> None:
+        self._room = room
+
+    def take(self, payload: Tensor, have: int) -> None:
+        pass
+
+    def apply(self, payload: Tensor) -> None:
+        self._room.copy_(payload)
 
 
 def _seconds(work: Callable[[], object]) -> float:

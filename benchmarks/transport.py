@@ -1,33 +1,32 @@
 """Bulk streams through a real coordinator process, beside a bare gRPC stream of the same bytes, in turns.
 
-    python -m benchmarks.transport [--json FILE] [--state DIR] [--mebibytes N] [--tls CA CERT KEY]
-
-A push ends with its receipt, so its bytes are on the disk of `--state` (a temporary folder otherwise); with a folder
-in memory, as /dev/shm, what is left is the transport. Each figure is held against a bare stream between two processes
-as any program is, and against one whose processes keep freed memory as this system's do.
+A push ends with its receipt, so its bytes are on the disk of the coordinator's state folder; with a folder in memory,
+as /dev/shm, what is left is the transport. Each figure is held against a bare stream between two processes as any
+program is, and against one whose processes keep freed memory as this system's do.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.bare import Bare, Tls
-from benchmarks.record import Record, report
+from benchmarks.bare import Bare
+from benchmarks.certificates import Authority
+from benchmarks.processes import coordinator
+from benchmarks.record import Record
 from diloco.codec import CODECS
 from diloco.framing import PROTOCOL, piece_to_proto
 from diloco.layout import Box, Layout, Piece, TensorSpec
+from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from island.link import Link
 
@@ -36,7 +35,7 @@ ISLANDS, TURNS = 8, 6
 SHARE = 2
 """With all islands together each sends one over so much of what one alone does."""
 WIDTH = 1024
-START_S, WAIT_S = 60.0, 300.0
+WAIT_S = 300.0
 CODEC = CODECS["fp32"]
 RUN = """
 [run]
@@ -56,8 +55,8 @@ every_rounds = 1000000
 class Client:
     """An island that speaks the protocol. Each turn another of its ranks sends, so that no round is ever whole."""
 
-    def __init__(self, address: str, name: str, layout: Layout, options: dict[str, Any]) -> None:
-        self._link = Link(address, patience_s=WAIT_S, say=lambda _: None, **options)
+    def __init__(self, address: str, name: str, layout: Layout, tls: TLS | None = None) -> None:
+        self._link = Link(address, patience_s=WAIT_S, say=lambda _: None, tls=tls)
         self._layout = layout
         tensors = [pb.TensorSpec(name=s.name, shape=s.shape, kind=s.kind) for s in layout.tensors]
         reply = self._link.join(
@@ -102,48 +101,19 @@ class Client:
         self._link.close()
 
 
-@contextmanager
-def coordinator(folder: Path, arguments: Sequence[str]) -> Iterator[str]:
-    """A coordinator process, until the end of the block: its address."""
-    run, address = folder / "run.toml", folder / "state" / "address"
-    run.write_text(RUN)
-    command = ["coordinator", str(run), "--state", f"{folder}/state", "--listen", "127.0.0.1:0", *arguments]
-    process = subprocess.Popen([sys.executable, "-m", "diloco", *command], stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + START_S
-        while not address.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the coordinator did not start: {process.args}")
-            time.sleep(0.05)
-        yield address.read_text()
-    finally:
-        process.kill()  # what it would still write is of no use
-        process.wait(timeout=60)
-
-
-def measure(
-    mebibytes: int = 64,
-    *,
-    state: Path | None = None,
-    tls: Tls | None = None,
-    arguments: Sequence[str] = (),
-    options: dict[str, Any] | None = None,
-) -> Iterator[Record]:
+def measure(mebibytes: int = 64, *, state: Path | None = None, encrypted: bool = False) -> Iterator[Record]:
     """Yields what push and fetch bring, alone and with 8 islands together.
 
     Args:
         mebibytes: payload of one stream.
-        state: where the coordinator's state folder is made.
-        tls: with which the bare streams are encrypted; the coordinator's come with `arguments` and `options`.
-        arguments: more of them for the coordinator's command line.
-        options: more of them for `Link`.
+        state: where the coordinator's state folder is made; a temporary folder where none is named.
+        encrypted: over mutual TLS, the bare streams too, with certificates for this once.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-transport-", dir=state)))
+        tls = Authority(folder).issue("bench") if encrypted else None
         bares = [stack.enter_context(Bare(tls, keep=keep)) for keep in (False, True)]
-        address = stack.enter_context(coordinator(folder, arguments))
-        if tls:
-            address = f"localhost:{address.rpartition(':')[2]}"
+        address = stack.enter_context(coordinator(folder, RUN, tls=tls)).address
         sizes = mebibytes * 2**18, mebibytes * 2**18 // SHARE
         specs = [TensorSpec(f"layers.{i}.w", (sizes[i % 2] // WIDTH, WIDTH)) for i in range(2 * TURNS)]
         layout = Layout(
@@ -151,24 +121,25 @@ def measure(
         )
         islands = []
         for number in range(ISLANDS):
-            islands.append(Client(address, f"island-{number}", layout, options or {}))
+            islands.append(Client(address, f"island-{number}", layout, tls))
             stack.callback(islands[-1].close)
         payload = torch.randn(sizes[0], generator=torch.Generator().manual_seed(0)).mul_(1e-3).view(torch.uint8)
         _seed(islands, layout, payload)
         pool = stack.enter_context(ThreadPoolExecutor(ISLANDS))
         bytes_, part = mebibytes * 2**20, mebibytes * 2**20 // SHARE
 
-        def together(work: Callable[[Client], None]) -> Callable[[], None]:
-            return lambda: [None for _ in pool.map(work, islands)].clear()
+        def together(work: Callable[..., None], *words: object) -> None:
+            for done in [pool.submit(work, island, *words) for island in islands]:
+                done.result()
 
         columns: dict[str, list[float]] = {}
         for turn in range(TURNS):
             one, each = 2 * turn, 2 * turn + 1
             for name, count, work in (
-                ("push", bytes_, lambda t=one: islands[0].push([t], payload)),
-                ("push of 8", ISLANDS * part, together(lambda i, t=each: i.push([t], payload[:part]))),
-                ("fetch", bytes_, lambda t=one: islands[0].fetch(t)),
-                ("fetch of 8", ISLANDS * part, together(lambda i, t=each: i.fetch(t))),
+                ("push", bytes_, partial(islands[0].push, [one], payload)),
+                ("push of 8", ISLANDS * part, partial(together, Client.push, [each], payload[:part])),
+                ("fetch", bytes_, partial(islands[0].fetch, one)),
+                ("fetch of 8", ISLANDS * part, partial(together, Client.fetch, each)),
             ):
                 columns.setdefault(name, []).append(count / 1e9 / _seconds(work))
             for bare, keeps in zip(bares, ("bare", "bare, memory kept"), strict=True):
@@ -177,7 +148,7 @@ def measure(
                     together_s = stream(mebibytes // SHARE, ISLANDS)
                     columns.setdefault(f"{way} of 8: {keeps}", []).append(ISLANDS * part / 1e9 / together_s)
     found = {name: statistics.median(column[1:]) for name, column in columns.items()}
-    secure = ", TLS" if tls else ""
+    secure = ", TLS" if encrypted else ""
     for way in ("push", "fetch"):
         for keeps, words in (("bare", "a bare stream"), ("bare, memory kept", "a bare stream that keeps freed memory")):
             yield _record(f"{way}{secure}, beside {words}", found[way], found[f"{way}: {keeps}"])
@@ -205,19 +176,3 @@ def _seed(islands: Sequence[Client], layout: Layout, payload: torch.Tensor) -> N
         islands[0].push([tensor], payload[: 4 * spec.numel], seed=True)
     for island in islands:
         island.ready()
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the records here")
-    parser.add_argument("--state", type=Path, help="folder for the coordinator's state")
-    parser.add_argument("--mebibytes", type=int, default=64, help="payload of one stream (64 by default)")
-    parser.add_argument("--tls", nargs=3, type=Path, metavar=("CA", "CERT", "KEY"), help="encrypt the bare streams")
-    arguments = parser.parse_args()
-    tls = Tls(**dict(zip(("ca", "cert", "key"), arguments.tls, strict=True))) if arguments.tls else None
-    report([*measure(arguments.mebibytes, state=arguments.state, tls=tls)], arguments.json)
-
-
-if __name__ == "__main__":
-    main()
