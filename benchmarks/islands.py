@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.processes import coordinator
+from coordinator.admission import LARGEST_WINDOW_BYTES
 from diloco.codec import CODECS
 from diloco.config import LimitsConfig
 from diloco.framing import PROTOCOL, piece_to_proto
@@ -40,7 +41,7 @@ WAIT_S = 600.0
 BEAT_S = 0.05
 POLL_S = 0.02
 CODEC = CODECS["fp32"]
-STREAMS, STREAM_BYTES = LimitsConfig().streams, 5 * 2**20
+STREAMS, RECEIVE_BYTES = LimitsConfig().streams, LimitsConfig().receive_bytes
 RUN = f"""
 [run]
 id = "bench"
@@ -90,7 +91,8 @@ class Outcome:
     def ceiling_bytes(self) -> int:
         """What anonymous memory may grow by, as `docs/performance.md` states it."""
         fragment = self.parameters // FRAGMENTS
-        return 36 * self.parameters + 32 * fragment + min(self.islands, STREAMS) * STREAM_BYTES
+        streams = min(self.islands * LARGEST_WINDOW_BYTES, RECEIVE_BYTES)
+        return 36 * self.parameters + 32 * fragment + streams
 
 
 def memory(pid: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from coordinator.answers import Context, answers, to_bytes
-from coordinator.flow import Flow
+from coordinator.flow import IDLE_S, Flow, Heard
 from coordinator.fold import Part
 from coordinator.inbox import Stored, codecs_of, part_size, select
 from coordinator.intake import Place
@@ -36,14 +36,13 @@ from diloco.errors import (
     StaleEpoch,
 )
 from diloco.failpoints import failpoint
-from diloco.framing import chunks, pieces_from_proto, read_end
+from diloco.framing import FRAME_BYTES, chunks, pieces_from_proto, read_end
 from diloco.layout import Piece
 from diloco.v1 import coordinator_pb2 as pb
+from diloco.window import Window
 
 log = logging.getLogger("diloco.coordinator")
 MAX_WAIT_S = 60.0
-IDLE_S = 120.0
-"""A stream that moves no byte for so long is ended: its line is dead."""
 PROGRESS_S = 1.0
 """How often a stream that brings bytes says so, and looks whether they still count."""
 
@@ -78,7 +77,7 @@ class Bulk:
         """gRPC method handlers by name."""
         return {
             "Push": grpc.stream_stream_rpc_method_handler(self.push, response_serializer=to_bytes),
-            "Fetch": grpc.unary_stream_rpc_method_handler(self.fetch, request_deserializer=pb.FetchRequest.FromString),
+            "Fetch": grpc.stream_stream_rpc_method_handler(self.fetch),
             "Resume": grpc.unary_unary_rpc_method_handler(
                 self.resume, request_deserializer=pb.PushHeader.FromString, response_serializer=to_bytes
             ),
@@ -281,16 +280,23 @@ class Bulk:
     # -- updates and anchors ------------------------------------------------------------------------------------------
 
     @answers
-    async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
+    async def fetch(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Sends pieces of an update, or of anchors as they stand."""
+        try:
+            request = pb.FetchRequest.FromString(await anext(aiter(messages)))
+        except (DecodeError, StopAsyncIteration):
+            raise Malformed("a fetch starts with a FetchRequest") from None
         header, parts = await self._found(request)
         with self._run.admission.stream(request.island_id):
             await _send(context, header.SerializeToString())
             end = min(header.total_bytes, header.first_byte + (request.length_bytes or header.total_bytes))
-            messages = chunks(parts, self._run.config.wire.chunk_bytes, header.first_byte, end)
-            async for message in _ahead(messages):
-                await _send(context, message)
-                failpoint("fetch-chunk")
+            window = Window(self._run.config.wire.chunk_bytes)
+            window.begin(header.first_byte)
+            async with Heard(window, messages) as heard:
+                async for message in _ahead(chunks(parts, lambda: window.chunk_bytes, header.first_byte, end)):
+                    await heard.admit(len(message) - FRAME_BYTES)
+                    await _send(context, message)
+                    failpoint("fetch-chunk")
 
     async def _found(self, request: pb.FetchRequest) -> tuple[pb.FetchHeader, Iterator[Tensor]]:
         """The header and the whole payload of an answer."""

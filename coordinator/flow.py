@@ -1,12 +1,23 @@
-"""The messages of one stream on their way to the thread that writes them, while the next ones come."""
+"""The pace of streams: messages on their way to the thread that writes them, and what is sent before it is heard of."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
 from types import TracebackType
 
-from coordinator.upload import Upload, Uploads
+from google.protobuf.message import DecodeError
 
+from coordinator.upload import Upload, Uploads
+from diloco.errors import DeadlineExceeded
+from diloco.v1 import coordinator_pb2 as pb
+from diloco.window import Window
+
+log = logging.getLogger("diloco.coordinator")
+IDLE_S = 120.0
+"""A stream that moves no byte for so long is ended: its line is dead."""
 BEHIND = 2
 """Messages of a stream that wait while earlier ones are written."""
 TELL_BYTES = 4 * 2**20
@@ -86,6 +97,53 @@ class Flow:
         self._start()
         self._done.set()
         if not self._writing or self._upload.have - self._told >= TELL_BYTES:
+            self._moved.set()
+
+
+class Heard:
+    """How far a payload has come that is being sent, as its receiver says; one that says nothing takes what comes.
+
+    Args:
+        window: of what may be under way.
+        messages: what follows a FetchRequest.
+    """
+
+    def __init__(self, window: Window, messages: AsyncIterator[bytes]) -> None:
+        self._window, self._messages = window, messages
+        self._moved = asyncio.Event()
+        self._silent = False
+
+    async def __aenter__(self) -> Heard:
+        self._listening = asyncio.create_task(self._listen())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listening.cancel()
+        await asyncio.wait([self._listening], timeout=IDLE_S)
+
+    async def admit(self, count: int) -> None:
+        """Returns once so many bytes may be sent. Raises `DeadlineExceeded` where nothing comes through any more."""
+        while not self._window.admits(count) and not self._silent:
+            self._moved.clear()
+            try:
+                async with asyncio.timeout(IDLE_S):
+                    await self._moved.wait()
+            except TimeoutError:
+                raise DeadlineExceeded(f"nothing came through for {IDLE_S:g} s: ask for the rest") from None
+        self._window.sent(count, time.monotonic())
+
+    async def _listen(self) -> None:
+        try:
+            async for message in self._messages:
+                progress = pb.FetchProgress.FromString(message)
+                self._window.heard(progress.have_bytes, progress.window_bytes, time.monotonic())
+                self._moved.set()
+        except DecodeError as error:
+            log.debug("what follows a FetchRequest is no progress: %s", error)
+        finally:
+            self._silent = True
             self._moved.set()
 
 

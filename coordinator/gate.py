@@ -19,7 +19,6 @@ RETRY_AFTER_S = 2.0
 _KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
 }
 """By (request streams, response streams): the attribute of a handler with its method, and what makes such a handler."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy
 import torch
 
 from coordinator.fold import check_values
@@ -47,7 +48,7 @@ class Scan:
             if self._bytes.numel() < size:
                 self._bytes = torch.empty(size, dtype=torch.uint8)
             taken = fresh[: size - self._filled]
-            memoryview(self._bytes.numpy().data)[self._filled : self._filled + len(taken)] = taken
+            numpy.copyto(self._bytes.numpy()[self._filled :][: len(taken)], numpy.frombuffer(taken, numpy.uint8))
             self._filled, fresh = self._filled + len(taken), fresh[len(taken) :]
             if self._filled == size:
                 self._look()

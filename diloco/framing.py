@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator
 
+import numpy
 import torch
 import xxhash
 from torch import Tensor
@@ -189,7 +190,7 @@ class Collector:
 
     def __init__(self, total_bytes: int, payload: Tensor | None = None) -> None:
         self.payload = torch.empty(total_bytes, dtype=torch.uint8) if payload is None else payload
-        self._view = memoryview(self.payload.numpy().data)
+        self._bytes = self.payload.numpy()
         self._assembly = Assembly(total_bytes)
 
     @property
@@ -200,7 +201,7 @@ class Collector:
     def add(self, message: bytes) -> None:
         """Takes one message; raises what `Assembly.fresh` does."""
         fresh, have = self._assembly.fresh(message), self.have
-        self._view[have : have + len(fresh)] = fresh
+        numpy.copyto(self._bytes[have:][: len(fresh)], numpy.frombuffer(fresh, numpy.uint8))  # lets other threads run
         self._assembly.took()
 
     def finish(self) -> Tensor:

@@ -304,6 +304,7 @@ class Arriving:
         self._spans: list[tuple[int, int, Callable[[Tensor], None]]] = []
         """(first byte, end, what decodes them), in order."""
         self._decoded = 0
+        self._payload: Tensor | None = None
         self._error: CodecError | None = None
 
     def _cut(self, steps: Sequence[Tensor]) -> Iterator[tuple[int, int, Callable[[Tensor], None]]]:
@@ -319,12 +320,13 @@ class Arriving:
             start += size
 
     def take(self, payload: Tensor, have: int) -> None:
-        """Decodes what can be of a payload of which `have` bytes are here. What is damaged, `apply` says."""
+        """Decodes what can be of a payload of which `have` bytes are here; begins again where it is another tensor than
+        before. What is damaged, `apply` says."""
         if self._buffer is None:
             self._buffer = self._buffers.take(sum(h.box.numel for h in self._held))
             self._spans = list(self._cut(_views(self._buffer, self._held)))
-        if self._decoded and have < self._spans[self._decoded - 1][1]:
-            self._decoded, self._error = 0, None  # another payload has begun
+        if payload is not self._payload:
+            self._payload, self._decoded, self._error = payload, 0, None
         try:
             while not self._error and self._decoded < len(self._spans) and self._spans[self._decoded][1] <= have:
                 begin, end, decode = self._spans[self._decoded]

@@ -62,9 +62,9 @@ class Spool(Collector):
     def _reread(self, records: bytes) -> None:
         good = 0
         for offset, length, check in _RECORD.iter_unpack(records[: len(records) // _RECORD.size * _RECORD.size]):
-            if offset != self.have or not 0 < length <= len(self._view) - offset:
+            if offset != self.have or not 0 < length <= len(self._bytes) - offset:
                 break
-            if not self._assembly.fits(self._view[offset : offset + length], check):
+            if not self._assembly.fits(self._bytes[offset : offset + length].data, check):
                 break
             self._assembly.took()
             good += 1

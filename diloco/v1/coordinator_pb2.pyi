@@ -917,6 +917,32 @@ class FetchRequest(_message.Message):
 Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
 
 @_typing.final
+class FetchProgress(_message.Message):
+    """How a fetch gets on. Who ends its side of the call after the request has no say in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAVE_BYTES_FIELD_NUMBER: _builtins.int
+    WINDOW_BYTES_FIELD_NUMBER: _builtins.int
+    have_bytes: _builtins.int
+    """Bytes of the payload that have come, from its first."""
+    window_bytes: _builtins.int
+    """Bytes that may be under way beyond those."""
+    def __init__(
+        self,
+        *,
+        have_bytes: _builtins.int = ...,
+        window_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have_bytes", b"have_bytes", "window_bytes", b"window_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchProgress: _TypeAlias = FetchProgress  # noqa: Y015
+
+@_typing.final
 class FetchHeader(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -33,7 +33,7 @@ def at(tmp_path: Path) -> Iterator[Serving]:
         yield at
 
 
-def test_heartbeats_pass_a_line_that_a_push_saturates(at: Serving, tmp_path: Path) -> None:
+def test_heartbeats_pass_a_line_that_is_saturated_both_ways(at: Serving, tmp_path: Path) -> None:
     with closing(Bottleneck(at.address, BYTES_PER_S)) as line, visit(line.address, "a", LAYOUT) as a:
         epoch = a.join().epoch
         heart = Heart(a.link, a.identity, LEASE_S / 3)
@@ -41,10 +41,12 @@ def test_heartbeats_pass_a_line_that_a_push_saturates(at: Serving, tmp_path: Pat
         try:
             assert a.push(FRAGMENT, draw(FRAGMENT, 0), seed=True) == pb.Receipt()
             assert a.push(FRAGMENT, draw(FRAGMENT, 1)) == pb.Receipt()
+            a.fetch(FRAGMENT, anchor=True)
         finally:
             heart.end()
         assert heart.fatal is None
         assert line.count["up"] > 2 * 4 * FRAGMENT.numel
+        assert line.count["down"] > 4 * FRAGMENT.numel
         member = at.ask(lambda run: run.state.members["a"])
     assert (member.epoch, member.standing) == (epoch, Standing.ACTIVE)
     kinds = [json.loads(row)["kind"] for row in (tmp_path / "state" / "events.jsonl").read_text().splitlines()]
