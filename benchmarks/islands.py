@@ -43,7 +43,7 @@ WAIT_S = 600.0
 BEAT_S = 0.05
 POLL_S = 0.02
 CODEC = CODECS["fp32"]
-STREAMS, STREAM_BYTES = LimitsConfig().streams, 5 * 2**20
+STREAMS, STREAM_BYTES, CONSTANT_BYTES = LimitsConfig().streams, 5 * 2**20, 32 * 2**20
 RUN = f"""
 [run]
 id = "bench"
@@ -92,8 +92,8 @@ class Outcome:
     @property
     def ceiling_bytes(self) -> int:
         """What anonymous memory may grow by, as `docs/performance.md` states it."""
-        fragment = self.parameters // FRAGMENTS
-        return 36 * self.parameters + 32 * fragment + min(self.islands, STREAMS) * STREAM_BYTES
+        update = 4 * (self.parameters // FRAGMENTS)
+        return 12 * self.parameters + update + CONSTANT_BYTES + min(self.islands, STREAMS) * STREAM_BYTES
 
 
 def memory(pid: int) -> dict[str, int]:
