@@ -41,7 +41,7 @@ WAIT_S = 600.0
 BEAT_S = 0.05
 POLL_S = 0.02
 CODEC = CODECS["fp32"]
-STREAMS, RECEIVE_BYTES = LimitsConfig().streams, LimitsConfig().receive_bytes
+CONSTANT_BYTES, RECEIVE_BYTES = 160 * 2**20, LimitsConfig().receive_bytes
 RUN = f"""
 [run]
 id = "bench"
@@ -90,9 +90,9 @@ class Outcome:
     @property
     def ceiling_bytes(self) -> int:
         """What anonymous memory may grow by, as `docs/performance.md` states it."""
-        fragment = self.parameters // FRAGMENTS
+        update = 4 * (self.parameters // FRAGMENTS)
         streams = min(self.islands * LARGEST_WINDOW_BYTES, RECEIVE_BYTES)
-        return 36 * self.parameters + 32 * fragment + streams
+        return 12 * self.parameters + update + CONSTANT_BYTES + streams
 
 
 def memory(pid: int) -> dict[str, int]:

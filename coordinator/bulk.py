@@ -304,8 +304,7 @@ class Bulk:
         run.lease(request.run_id, request.island_id, request.epoch)
         first_byte = request.first_byte
         if request.anchor:
-            with readable():
-                pin = await run.anchor(fragment, request.version if request.first_byte else None)
+            pin = await run.anchor(fragment, request.version if request.first_byte else None)
             if pin.version != request.version:
                 first_byte = 0
             header = pb.FetchHeader(outcome="anchor", version=pin.version, round=pin.ended)
@@ -320,8 +319,10 @@ class Bulk:
             header = self._outcome_header(outcome)
             if outcome.update is None:
                 return header, iter(())
-            with readable():
+            try:
                 payload = run.store.files.map(outcome.update)
+            except OSError as error:
+                raise DilocoError(f"the coordinator cannot read this: {error}") from error
             choice, digest = run.down, outcome.digest
         pieces = self._pieces(request.pieces, fragment)
         header.codec_id, header.codec_version = choice.id, choice.version
@@ -339,15 +340,6 @@ class Bulk:
             version=outcome.version,
             digest=outcome.digest & (2**64 - 1),
         )
-
-
-@contextlib.contextmanager
-def readable() -> Iterator[None]:
-    """Raises `DilocoError` where the disk fails what is to be sent."""
-    try:
-        yield
-    except OSError as error:
-        raise DilocoError(f"the coordinator cannot read this: {error}") from error
 
 
 async def _lively(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -543,8 +543,7 @@ class Run:
 
         Raises:
             Malformed: there is none.
-            Overload: its fold takes long.
-            OSError: the disk does not take the file that it is sent from.
+            Overload: its fold takes long, or the disk does not take the file that it is sent from.
         """
         if not 0 <= fragment < len(self.outers):
             raise Malformed(f"fragment {fragment} has no anchor: the run has {len(self.outers)} seeded fragments")
@@ -556,6 +555,10 @@ class Run:
                 return await self.to_its_end(self._pin(fragment))
         except TimeoutError:
             raise Overload(f"fragment {fragment} is being folded", retry_after_s=DISK_RETRY_S) from None
+        except OSError as error:
+            raise Overload(
+                f"the coordinator cannot put an anchor aside: {error}", retry_after_s=DISK_RETRY_S
+            ) from error
 
     async def _pin(self, fragment: int) -> Pinned:
         async with self.still(fragment) as (outer, ended):
