@@ -318,11 +318,15 @@ class Session:
         self.tell(step=self.at_step)
         if loss is not None and math.isfinite(loss):
             self.tell(loss=loss)
-        try:
-            self._edge(loss)
-        except StaleEpoch as error:
-            settle(self._model)
-            self._rejoin(error)
+        work: Callable[[], None] = partial(self._edge, loss)
+        while True:
+            try:
+                work()
+                break
+            except StaleEpoch as error:
+                settle(self._model)
+                self._rejoin(error)
+                work = self._resume
 
     def _edge(self, loss: float | None) -> None:
         word = self._listen(loss)
@@ -343,6 +347,11 @@ class Session:
                 self._apply(action.fragment, action.round)
         if word.directive == "leave":
             self._go()
+
+    def _resume(self) -> None:
+        """Applies what a lost lease has interrupted, of coordinators that have not lost it."""
+        for key in list(self._overdue) if not self.leaving else ():
+            self._finish(key, may_go_on=True)
 
     def _ahead(self, action: Send | Apply) -> bool:
         """Whether a round has yet to end for this island."""
