@@ -1,4 +1,4 @@
-"""The eager definitions through torch.compile: the same bytes and the same bits, as other devices and compilers give."""
+"""The eager definitions through torch.compile give the same bytes and bits, as other devices and compilers do."""
 
 from __future__ import annotations
 
