@@ -40,7 +40,7 @@ def measure(elements: int) -> list[Record]:
         )
     )
     records.append(outer_step(values, copy))
-    records += [Record(**row) for row in transport.measure(elements)]
+    records += transport.measure()
     records += [Record(**row) for row in islands.records()]
     return records
 

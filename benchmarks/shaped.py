@@ -142,9 +142,7 @@ def measure(rtt_ms: float, mbit: float, queue_ms: float, mebibytes: int, streams
             took = time.perf_counter() - begin
             yield Record(name=f"{way}: {name}", value=bytes_ / 1e9 / took, unit="GB/s", limit=limit)
             for what, latency in (("median", statistics.median(beats.seconds)), ("worst", max(beats.seconds))):
-                yield Record(
-                    name=f"{way}: {what} heartbeat: {name}", value=latency, unit="s", limit=max(rtt_ms, 1.0) / 1e3
-                )
+                yield Record(name=f"{way}: {what} heartbeat: {name}", value=latency, unit="s", limit=beat_s)
         client.close()
 
 
