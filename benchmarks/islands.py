@@ -42,6 +42,8 @@ BEAT_S = 0.05
 POLL_S = 0.02
 CODEC = CODECS["fp32"]
 CONSTANT_BYTES, RECEIVE_BYTES = 160 * 2**20, LimitsConfig().receive_bytes
+STREAMS = RECEIVE_BYTES // LARGEST_WINDOW_BYTES
+"""More than so many share what they may have under way."""
 RUN = f"""
 [run]
 id = "bench"
@@ -91,7 +93,7 @@ class Outcome:
     def ceiling_bytes(self) -> int:
         """What anonymous memory may grow by, as `docs/performance.md` states it."""
         update = 4 * (self.parameters // FRAGMENTS)
-        streams = min(self.islands * LARGEST_WINDOW_BYTES, RECEIVE_BYTES)
+        streams = min(self.islands, STREAMS) * LARGEST_WINDOW_BYTES
         return 12 * self.parameters + update + CONSTANT_BYTES + streams
 
 

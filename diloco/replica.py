@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.buffers import Buffers
-from diloco.codec import Choice
+from diloco.codec import CODECS, Choice
 from diloco.digest import combine, digest
 from diloco.errors import CodecError, DivergedError, LayoutError
 from diloco.feedback import AT_ONCE, Counted, Ending, Fate, Feedback
@@ -65,7 +65,9 @@ class Staged:
     copies: list[Tensor]
     """fp32, CPU (pinned with CUDA), one per owned piece: views of `buffer`."""
     buffer: Tensor
-    copied: torch.cuda.Event | None
+    finite: bool
+    """Whether all values are."""
+    copied: torch.cuda.Event | None = None
     """With CUDA, what says that the copies are complete."""
 
 
@@ -127,30 +129,33 @@ class Replica:
     # -- up ---------------------------------------------------------------------------------------------------
 
     def stage(self, fragment: int) -> Staged:
-        """Copies the owned pieces' local parameters to the CPU: the one thing that holds the training thread.
+        """Copies the owned pieces' local parameters to the CPU, and looks at them on the way: the one thing that holds
+        the training thread.
 
-        On CUDA it does not even that: the copies run on a stream of their own, between what the training stream has
-        done and what it will do.
+        On CUDA it waits only for whether they are finite: the copies run on a stream of their own, between what the
+        training stream has done and what it will do.
         """
         owned = self.owned(fragment)
         buffer = self._buffers.take(sum(h.box.numel for h in owned))
         copies = _views(buffer, owned)
         if not any(h.local.is_cuda for h in owned):
-            for copy, held in zip(copies, owned, strict=True):
-                copy.copy_(held.local)
-            return Staged(copies=copies, buffer=buffer, copied=None)
+            good = [_copy(held.local, copy) for copy, held in zip(copies, owned, strict=True)]
+            return Staged(copies=copies, buffer=buffer, finite=all(good))
         training, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(training)
         with torch.cuda.stream(side):
             for copy, held in zip(copies, owned, strict=True):
                 copy.copy_(held.local, non_blocking=True)
         training.wait_stream(side)
-        return Staged(copies=copies, buffer=buffer, copied=side.record_event())
+        bounds = [torch.stack(torch.aminmax(h.local.detach())) for h in owned if h.local.numel()]
+        finite = not bounds or bool(torch.stack(bounds).isfinite().all())  # NaN is both: one pass, and no mask
+        return Staged(copies=copies, buffer=buffer, finite=finite, copied=side.record_event())
 
-    def finite(self, fragment: int) -> bool:
-        """Whether all local parameters of the owned pieces are finite. Waits once for the device."""
-        bounds = [torch.stack(torch.aminmax(h.local.detach())) for h in self.owned(fragment) if h.local.numel()]
-        return not bounds or bool(torch.stack(bounds).isfinite().all())  # NaN is both: one pass, and no mask
+    def unstage(self, staged: Staged) -> None:
+        """Takes back what is not to be sent."""
+        if staged.copied:
+            staged.copied.synchronize()
+        self._buffers.give(staged.buffer)
 
     def contribution_size(self, fragment: int) -> int:
         """Bytes that this rank sends for one contribution."""
@@ -351,6 +356,20 @@ def _views(buffer: Tensor, held: Sequence[Held]) -> list[Tensor]:
     """A buffer (fp32, flat) as one tensor for each piece."""
     parts = torch.split(buffer, [h.box.numel for h in held]) if held else ()
     return [part.view(h.box.size) for part, h in zip(parts, held, strict=True)]
+
+
+_AT_ONCE = 2**20
+"""Values that are copied and then looked at while they are in the cache."""
+
+
+@torch.no_grad()
+def _copy(source: Tensor, out: Tensor) -> bool:
+    """Copies values (fp32, CPU, `out` contiguous); returns whether all are finite."""
+    if not source.is_contiguous():
+        out.copy_(source)
+        source = out
+    parts = zip(*(torch.split(x.view(-1), _AT_ONCE) for x in (source, out)), strict=True)
+    return all(CODECS["fp32"].largest(b.copy_(a).view(torch.uint8), b.numel()) < math.inf for a, b in parts)
 
 
 def _subtract(anchor: Tensor, local: Tensor, held: Held) -> None:

@@ -3,7 +3,8 @@
 What is under way and more than bandwidth times round-trip time waits in a queue somewhere, where the small requests of
 heartbeats wait behind it. So the window follows the time that bytes take until the other side has them: it grows while
 that stays near the least that was seen, and shrinks where it has become more than twice as long (as TCP Vegas does,
-Brakmo and Peterson 1994).
+Brakmo and Peterson 1994). A moderate window may take somewhat longer, as where a disk or a busy core is what bytes wait
+for: heartbeats have time for that.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ CHUNKS = 4
 """Chunks of a window, so that some are on their way while others are answered."""
 SLACK_S = 0.005
 """Time more than twice the least that is no sign of a queue."""
+MODERATE_BYTES, MODERATE_S = 2**23, 0.1
+"""Up to this size a window may have so much slack: messages of 1 MiB overlap in it with what is done to them."""
 LOOKS = 16
 """Times in a row that the smallest window takes longer before the route is taken to have become longer: such a window
 makes next to no queue of its own."""
@@ -79,7 +82,8 @@ class Window:
         self._lows = [*self._lows, time_s] if self.bytes == LEAST_BYTES else []
         if len(self._lows) == LOOKS:
             self._least_s, self._lows = min(self._lows), []
-        if time_s <= 2 * self._least_s + SLACK_S:
+        slack_s = MODERATE_S if self.bytes <= MODERATE_BYTES else SLACK_S
+        if time_s <= 2 * self._least_s + slack_s:
             if self._full:
                 self.bytes = max(self.bytes, min(self.bytes + took, self.limit_bytes))
         elif now - self._shrunk_at > time_s:

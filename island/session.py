@@ -37,7 +37,7 @@ from diloco.failpoints import failpoint
 from diloco.feedback import Ending
 from diloco.fragments import partition
 from diloco.layout import Layout
-from diloco.replica import Position, Replica
+from diloco.replica import Position, Replica, Staged
 from diloco.schedule import Apply, Schedule, Send
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
@@ -391,26 +391,29 @@ class Session:
 
     def _send_all(self, sends: list[Send], reason: str) -> None:
         """Sends what is due; nothing of it, and all parameters back to the anchors, where training is not finite."""
-        if sends and not reason:
-            finite = all(self.replica.finite(send.fragment) for send in sends)
-            if not all(row[0] for row in self._group.numbers([finite])):
-                reason = "the pseudo-gradient is not finite"
+        staged = [] if reason else [self._stage(send.fragment) for send in sends]
+        if staged and not all(row[0] for row in self._group.numbers([all(one.finite for one in staged)])):
+            reason = "the pseudo-gradient is not finite"
+            for one in staged:
+                self.replica.unstage(one)
         if reason:
             self._roll_back(reason)
-        for send in sends:
+        for number, send in enumerate(sends):
             if reason:
                 seat = self._seats.of(send.fragment)
                 self._flights[send.fragment, send.round] = seat.pool.submit(
                     seat.courier.sit_out, send.fragment, send.round, reason
                 )
             else:
-                self._send(send.fragment, send.round)
+                self._send(send.fragment, send.round, staged[number])
 
-    def _send(self, fragment: int, round_: int) -> None:
+    def _stage(self, fragment: int) -> Staged:
+        failpoint("stage-begun")
+        return self.replica.stage(fragment)
+
+    def _send(self, fragment: int, round_: int, staged: Staged) -> None:
         tokens, steps = self._adopted[fragment]
         since = sum(row[0] for row in self._group.numbers([self.tokens - tokens]))
-        failpoint("stage-begun")
-        staged = self.replica.stage(fragment)
         position, seat = self.replica.position[fragment], self._seats.of(fragment)
         self._flights[fragment, round_] = seat.pool.submit(
             seat.courier.exchange, fragment, round_, position.version, staged, since, self.at_step - steps

@@ -37,7 +37,7 @@ class Loopback:
         self.schedule = Schedule.of(config)
         self.replicas = [self._replica(model) for model in models]
         self.outers = [Outer.first(f, self._flat(self.replicas[0], f.index)) for f in self.fragments]
-        self.history: list[list[Outer]] = [[outer] for outer in self.outers]
+        self.history: list[list[Outer]] = [[outer.copy()] for outer in self.outers]
         self.updates: dict[tuple[int, int], Tensor] = {}
         self.step = 0
         self.now = 0.0
@@ -73,7 +73,7 @@ class Loopback:
                     chart, outer = self.fragments[fragment], self.outers[fragment]
                     new, update = fold(chart, outer, parts, decision.shares, self.config.outer, down)
                     self.outers[fragment], self.updates[fragment, round_] = new, update
-                    self.history[fragment].append(new)
+                    self.history[fragment].append(new.copy())
 
     def _apply(self, fragment: int, round_: int) -> None:
         for replica in self.replicas:
