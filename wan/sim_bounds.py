@@ -55,6 +55,10 @@ class Bounds:
             self.violate("I11", f"{before} bytes of {slot} had come, and now {have}")
         self._stored[slot] = request.digest, have
 
+    def kept(self, slot: Slot) -> None:
+        """All of it has come, and is in the ledger: a stream that comes after all the same is compared to its end."""
+        self._stored.pop(slot, None)
+
     def answered(self, request: Request, reply: Reply) -> None:
         """A reply is on its way."""
         if request.method == "push" or reply.settled:

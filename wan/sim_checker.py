@@ -33,6 +33,7 @@ from coordinator.inbox import Inbox
 from coordinator.ledger import Row
 from coordinator.results import Outcome
 from coordinator.store import UPDATES_KEPT
+from coordinator.upload import Slot
 from diloco.codec.policy import down_choice
 from diloco.config import RunConfig
 from diloco.digest import show
@@ -166,6 +167,7 @@ class Checker:
         if xxhash.xxh3_128_hexdigest(self.disk.archive[body["file"]].numpy().data) != body["digest"]:
             self.violate("I1", f"rank {body['rank']}'s part of {key} is recorded, and its file has other bytes")
         self._parts[key][body["rank"]] = body
+        self.bounds.kept(Slot(key.fragment, key.round, key.island, body["rank"], seed=False))
 
     def _accepted(self, fragment: int, round_: int, entry: Entry) -> None:
         self._since.setdefault(fragment, self.now)

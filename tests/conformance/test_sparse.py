@@ -40,7 +40,7 @@ def test_sparse_contributions_give_the_known_values() -> None:
         for island, gradient in GRADIENTS.items():
             payload = torch.empty(codec.size(8), dtype=torch.uint8)
             feedback[island].begin(0)
-            feedback[island].encode(0, gradient, codec, payload)
+            list(feedback[island].encode(0, gradient, codec, payload))
             sent[island] = [Part(pieces=[Piece(0, Box.whole((8,)))], codecs=[codec], payload=payload)]
             feedback[island].receipt(Fate.COUNTS)
             feedback[island].end(Ending.COMMITTED, 0.0)

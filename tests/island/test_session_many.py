@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from coordinator.facts import Standing
 from diloco.config import RunConfig
 from diloco.digest import show
 from diloco.errors import DilocoError, Dismissed, RunMismatch, StaleEpoch
-from diloco.replica import Held, Replica
+from diloco.replica import Arriving
 from island.courier import Courier
 from island.seat import REJOINS
 from island.session import Session, join
@@ -220,14 +220,14 @@ def test_an_anchor_that_is_mended_while_the_other_lease_is_lost_is_mended_all_th
     it = begin()
     site = it.join()
     it.train(4)
-    decode, fetch, contribute = Replica.decode, Courier.fetch_anchor, Courier.contribute
+    apply, fetch, contribute = Arriving.apply, Courier.fetch_anchor, Courier.contribute
     damaged, sent = list[int](), list[tuple[int, int]]()
 
-    def damaging(self: Replica, held: Sequence[Held], payload: torch.Tensor) -> None:
-        decode(self, held, payload)
+    def damaging(self: Arriving, payload: torch.Tensor) -> None:
+        apply(self, payload)
         if not damaged:
-            damaged.extend(f for f in range(4) if held[0] in self.held(f))
-            held[0].anchor.add_(1.0)
+            damaged.extend(f for f in range(4) if self._held[0] in site.replica.held(f))
+            self._held[0].anchor.add_(1.0)
 
     def losing(self: Courier, fragment: int) -> Any:
         if damaged == [fragment]:
@@ -240,7 +240,7 @@ def test_an_anchor_that_is_mended_while_the_other_lease_is_lost_is_mended_all_th
         contribute(self, fragment, round_, *rest)
 
     monkeypatch.setattr(Courier, "contribute", noting)
-    monkeypatch.setattr(Replica, "decode", damaging)
+    monkeypatch.setattr(Arriving, "apply", damaging)
     monkeypatch.setattr(Courier, "fetch_anchor", losing)
     it.train(1)
     assert damaged == [0, -1]
