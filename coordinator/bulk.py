@@ -290,13 +290,16 @@ class Bulk:
         with self._run.admission.stream(request.island_id):
             await _send(context, header.SerializeToString())
             end = min(header.total_bytes, header.first_byte + (request.length_bytes or header.total_bytes))
-            window = Window(self._run.config.wire.chunk_bytes)
+            progress = self._run.progress[request.island_id]
+            window = Window(self._run.config.wire.chunk_bytes, progress.window_bytes)
             window.begin(header.first_byte)
             async with Heard(window, messages) as heard:
                 async for message in _ahead(chunks(parts, lambda: window.chunk_bytes, header.first_byte, end)):
                     await heard.admit(len(message) - FRAME_BYTES)
                     await _send(context, message)
                     failpoint("fetch-chunk")
+            if header.total_bytes:
+                progress.window_bytes = window.bytes
 
     async def _found(self, request: pb.FetchRequest) -> tuple[pb.FetchHeader, Iterator[Tensor]]:
         """The header and the whole payload of an answer."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.window import FIRST_BYTES
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -42,6 +44,8 @@ class Progress:
     outer_loss: float = float("nan")
     bytes_up: int = 0
     bytes_down: int = 0
+    window_bytes: int = FIRST_BYTES
+    """What its last download had under way; the next one begins with that."""
 
 
 @dataclass(kw_only=True)

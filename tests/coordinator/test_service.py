@@ -17,6 +17,7 @@ from torch import Tensor
 
 import coordinator.service
 import island.link
+from coordinator import bulk
 from coordinator.fold import Outer, digest_of, fold
 from coordinator.run import Run
 from coordinator.store import UPDATES_KEPT
@@ -25,6 +26,7 @@ from diloco.errors import Conflict, DilocoError, EnvironmentFault, Malformed, Ru
 from diloco.fragments import partition
 from diloco.layout import Box, Layout, Piece, TensorSpec
 from diloco.settings import to_toml
+from diloco.window import FIRST_BYTES, Window
 from tests.support import BOUND_S, MODEL, Rig, Visitor, configure, draw, floats, part, payload, serving, visit
 
 CONFIG = configure("rounds.start_islands=2", "rounds.quorum=2")
@@ -481,3 +483,20 @@ def test_a_coordinator_that_cannot_store_an_update_waits_with_the_round_open(
         assert a.fetch(FRAGMENT, wait_s=0.0)[0].outcome == "open"
         assert torch.equal(a.fetch(FRAGMENT, anchor=True)[1], anchor)
         assert not at.served.ask(lambda run: run.failed.done())
+
+
+def test_a_download_begins_with_the_window_of_the_islands_last_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = make()
+    a, b = at.started("a", "b")
+    begun: list[int] = []
+
+    class Noted(Window):
+        def __init__(self, chunk_bytes: int, begin_bytes: int = FIRST_BYTES) -> None:
+            begun.append(begin_bytes)
+            super().__init__(chunk_bytes, begin_bytes)
+            self.bytes *= 3
+
+    monkeypatch.setattr(bulk, "Window", Noted)
+    for visitor in (a, a, b):
+        visitor.fetch(FRAGMENT, anchor=True)
+    assert begun == [FIRST_BYTES, 3 * FIRST_BYTES, FIRST_BYTES]

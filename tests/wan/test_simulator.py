@@ -14,7 +14,7 @@ from wan.simulator import main, play, play_all
 
 SEEDS = 1000
 """Runs that every test run plays; `make simulate` plays more."""
-RARE = {"hang-up": 150, "trust-unsynced-partial": 290, "settle-alone": 540}
+RARE = {"hang-up": 150, "trust-unsynced-partial": 290, "settle-alone": 540, "forget-superseded": 370}
 """Where to begin to look for faults that few seeds meet."""
 FOUND_WITHIN = 120
 """Seeds within which every planted fault is found."""
