@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -11,6 +10,7 @@ from pydantic import Field, model_validator
 from diloco.config import NonNegative, Positive, Seconds
 from diloco.settings import Resolved, Settings, parse, resolve
 from diloco.tls import TLS
+from island.config_mesh import MemoryConfig, MeshConfig
 
 PROGRESS = "progress"
 """File beside the settings of ranks; it says to the daemon that updates were applied."""
@@ -64,28 +64,6 @@ class TLSConfig(Settings):
         return TLS(**self.model_dump()) if self.cert else None
 
 
-class MeshConfig(Settings):
-    ranks: Positive = 1
-    """Processes of this island. With GPUs, one each."""
-    replicas: Positive = 1
-    """HSDP: the model is sharded over ranks / replicas and replicated this often. 1 is plain FSDP."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA where there is a GPU per rank (NCCL), else the CPU (gloo)."""
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of forward and backward (FSDP's mixed precision). Masters are always float32."""
-    threads_per_rank: NonNegative = 0
-    """CPU threads of each rank; 0 shares the machine's cores among this island's ranks."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> MeshConfig:
-        if self.ranks % self.replicas:
-            raise ValueError(
-                f"mesh.replicas ({self.replicas}) must divide mesh.ranks ({self.ranks}): "
-                f"set mesh.replicas={math.gcd(self.replicas, self.ranks)}"
-            )
-        return self
-
-
 class DataConfig(Settings):
     text: tuple[str, ...] = ()
     """Files or folders of text. Empty: the sources of the Python standard library."""
@@ -96,7 +74,7 @@ class DataConfig(Settings):
     held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
     """Share of the text that no island trains on; the outer parameters are evaluated on it."""
     batch_sequences: Positive = 16
-    """Sequences per inner step of the whole island; a multiple of mesh.ranks."""
+    """Sequences per inner step of the whole island; its ranks share them out evenly (`mesh`, `memory.accumulate`)."""
 
     @model_validator(mode="after")
     def _fits(self) -> DataConfig:
@@ -132,17 +110,22 @@ class IslandConfig(Settings):
     island: IslandSection
     tls: TLSConfig = TLSConfig()
     mesh: MeshConfig = MeshConfig()
+    memory: MemoryConfig = MemoryConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> IslandConfig:
-        batch, ranks = self.data.batch_sequences, self.mesh.ranks
-        if batch % ranks:
+        batch, mesh = self.data.batch_sequences, self.mesh
+        least = mesh.data_ranks * mesh.chunks * self.memory.accumulate
+        if batch % least:
+            parts = [f"mesh.ranks ({mesh.ranks}) without those that read the same rows: {mesh.data_ranks}"]
+            parts += [f"{mesh.chunks} microbatches of the pipeline"] * (mesh.chunks > 1)
+            parts += [f"memory.accumulate ({self.memory.accumulate})"] * (self.memory.accumulate > 1)
             raise ValueError(
-                f"data.batch_sequences ({batch}) must be a multiple of mesh.ranks ({ranks}): "
-                f"set data.batch_sequences={batch + ranks - batch % ranks}"
+                f"data.batch_sequences ({batch}) must be a multiple of {least}, the product of {', '.join(parts)}: "
+                f"set data.batch_sequences={batch + least - batch % least}"
             )
         return self
 

@@ -45,7 +45,7 @@ def test_a_broken_rule_names_its_settings_and_every_fix_it_offers_is_accepted(
         ("data.held_out=0.5", "'data.held_out': input should be less than 0.5, not 0.5"),
         ("data.text=corpus.txt", "'data.text': input should be a valid tuple, not 'corpus.txt'"),
         ("metrics.queue_records=1.5", "'metrics.queue_records': input should be a valid integer"),
-        ("sync.every_steps=3", "unknown key 'sync'; known keys: island, tls, mesh, data, eval, metrics"),
+        ("sync.every_steps=3", "unknown key 'sync'; known keys: island, tls, mesh, memory, data, eval, metrics"),
     ],
 )
 def test_a_wrong_value_is_named(override: str, message: str) -> None:
