@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from diloco.config_model import ModelConfig as ModelConfig
 from diloco.errors import ConfigError
-from diloco.settings import Resolved, Settings, Table, parse, resolve, to_toml
+from diloco.settings import (
+    Decay,
+    Fraction,
+    NonNegative,
+    Positive,
+    Resolved,
+    Seconds,
+    Settings,
+    Table,
+    parse,
+    resolve,
+    to_toml,
+)
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 Address = Annotated[str, Field(pattern=r"^[^\s/]+:[0-9]{1,5}$")]
 Strategy = Literal["whole", "sequential", "strided", "balanced"]
 BufferPolicy = Literal["local", "average", "first"]
@@ -78,43 +85,6 @@ class RunSection(Settings):
     def coordinator_count(self) -> int:
         """Coordinators among which the fragments of the run are spread."""
         return max(1, len(self.coordinators))
-
-
-class ModelConfig(Settings):
-    vocab_size: Positive = 256
-    """Tokens in the vocabulary; 256 is bytes."""
-    dim: Positive = 64
-    """Width of the residual stream. A multiple of `heads`, with an even quotient (RoPE turns pairs)."""
-    layers: Positive = 4
-    """Transformer blocks."""
-    heads: Positive = 4
-    """Query heads."""
-    kv_heads: Positive = 4
-    """Key and value heads (grouped-query attention). Divides `heads`."""
-    ffn_dim: Positive = 176
-    """Hidden width of the SwiGLU feed-forward block."""
-    sequence_length: Annotated[int, Field(ge=2)] = 64
-    """Tokens of one training sequence, and the longest context the model sees."""
-    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
-    """Base of the rotary frequencies."""
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the mean square in RMSNorm."""
-    tie_embeddings: bool = False
-    """Whether the output projection is the embedding matrix. Tied, it is one tensor in the layout."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> ModelConfig:
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(
-                f"model.dim ({self.dim}) must be an even multiple of model.heads ({self.heads}): "
-                f"set model.dim={self.heads * 2 * max(1, self.dim // (2 * self.heads))}"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"model.kv_heads ({self.kv_heads}) must divide model.heads ({self.heads}): "
-                f"set model.kv_heads={math.gcd(self.kv_heads, self.heads)}"
-            )
-        return self
 
 
 class InnerConfig(Settings):

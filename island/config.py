@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from diloco.config import NonNegative, Positive, Seconds
-from diloco.settings import Resolved, Settings, parse, resolve
+from diloco.settings import NonNegative, Positive, Resolved, Seconds, Settings, parse, resolve
 from diloco.tls import TLS
 from island.config_mesh import MemoryConfig, MeshConfig
 

@@ -12,9 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from diloco.config import RunConfig
 from diloco.errors import EnvironmentFault
-from diloco.layout import box_of, canonical_name, local
 from island.config import MeshConfig
-from island.model import Decoder, first_value
+from island.model import blocks, build_meta, fill
 
 
 def start(mesh: MeshConfig) -> torch.device:
@@ -46,25 +45,15 @@ def build(run: RunConfig, mesh: MeshConfig, device: torch.device) -> nn.Module:
     The model is made on the meta device and each tensor's first value is made and cut alone, so no rank ever holds
     the whole model.
     """
-    with torch.device("meta"):
-        model = Decoder(config=run.model)
+    model = build_meta(run)
     shape = (mesh.replicas, mesh.ranks // mesh.replicas) if mesh.replicas > 1 else (mesh.ranks,)
     names = ("replicas", "shards")[-len(shape) :]
     device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     dtype = None if mesh.param_dtype == "float32" else torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for block in model.layers:
+    for block in blocks(model):
         fully_shard(block, mesh=device_mesh, mp_policy=policy)
     fully_shard(model, mesh=device_mesh, mp_policy=policy)
     model.to_empty(device=device)
     fill(model, run)
     return model
-
-
-@torch.no_grad()
-def fill(model: nn.Module, run: RunConfig) -> None:
-    """Gives every parameter this rank holds its first value, which depends on the run's seed and its name alone."""
-    for raw, parameter in model.named_parameters():
-        name = canonical_name(raw)
-        value = first_value(name, tuple(parameter.shape), run.model, run.run.seed)
-        local(parameter).copy_(value[box_of(parameter, name).slices])

@@ -155,16 +155,15 @@ def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
     """Trains to the end of the run; DDP where there are several ranks."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from island import mesh
     from island.data import ByteText, corpus
     from island.group import Group
     from island.metrics import JsonLines, Metrics
-    from island.model import Decoder
+    from island.model import build_meta, fill
     from island.trainer import Trainer, held_out_loss
 
     group = Group()
-    model: torch.nn.Module = Decoder(config=run.model).to(device)
-    mesh.fill(model, run)
+    model = build_meta(run).to_empty(device=device)
+    fill(model, run)
     if group.size > 1:
         model = DistributedDataParallel(model)
     text = ByteText(corpus(config.data.text), sequence_length=run.model.sequence_length, held_out=config.data.held_out)

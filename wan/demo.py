@@ -28,7 +28,7 @@ from island.config import IslandConfig
 from island.data import ByteText, check_vocabulary, corpus, to_text
 from island.group import Group
 from island.link import Link
-from island.model import Decoder, generate
+from island.model import build_meta, generate
 from island.trainer import held_out_loss
 from wan.baseline import EVAL_SEQUENCES, compare
 from wan.checkpoint import load
@@ -149,8 +149,7 @@ def settings(demo: Demo) -> Resolved[RunConfig]:
 def check_model(config: RunConfig) -> None:
     """Raises `ConfigError` where the model cannot read bytes, or has too few layers for the run's fragments."""
     check_vocabulary(config.model.vocab_size)
-    with torch.device("meta"):
-        tensors = named_tensors(Decoder(config=config.model))
+    tensors = named_tensors(build_meta(config))
     partition(Layout(TensorSpec(name, tuple(t.shape), kind) for name, t, kind in tensors), config.sync)
 
 
