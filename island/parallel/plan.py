@@ -50,6 +50,10 @@ class Plan:
         """Which share of the batch a rank reads."""
         return rank // (self.context * self.tensor) % self.data_ranks
 
+    def context_part(self, rank: int) -> int:
+        """Which part of each sequence a rank has."""
+        return rank // self.tensor % self.context
+
     def leads(self, rank: int) -> bool:
         """Whether a rank is the first of those that read the same rows: it alone counts their tokens."""
         return rank < self.data_ranks * self.context * self.tensor and rank % (self.context * self.tensor) == 0

@@ -1,0 +1,79 @@
+"""Tensor parallel: matrix products cut over ranks, with the residual stream whole or cut along the sequence.
+
+Columns of the first matrix of a pair and rows of the second are cut (Megatron-LM, arXiv 1909.08053), so that one
+reduction serves both; with `sequence_parallel` it is a reduce-scatter, and norms work on a part of the sequence
+(arXiv 2205.05198). The vocabulary is cut in the embedding and in the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from island.config_mesh import MeshConfig
+from island.model import Decoder
+
+
+class Whole(ParallelStyle):
+    """A module that every rank computes alike: its weights become DTensors that are replicated."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def into(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            return (DTensor.from_local(inputs[0], mesh, (Replicate(),), run_check=False), *inputs[1:])
+
+        def out(_: nn.Module, outputs: Any, mesh: DeviceMesh) -> Tensor:
+            whole: Tensor = outputs.to_local()
+            return whole
+
+        return distribute_module(module, device_mesh, None, into, out)
+
+
+def cut(model: Decoder, mesh: MeshConfig, over: DeviceMesh) -> None:
+    """Cuts a decoder, or the stage of a pipeline, over the ranks of `over`.
+
+    With `loss_parallel` its logits are this rank's part of the vocabulary, which `part_of_vocabulary` makes whole
+    again for the loss.
+    """
+    parted = mesh.sequence_parallel
+    stream = Shard(1) if parted else Replicate()
+    norm: ParallelStyle = SequenceParallel() if parted else Whole()
+    outer: dict[str, ParallelStyle] = {
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "norm": norm,
+        "lm_head": ColwiseParallel(
+            input_layouts=stream, output_layouts=Shard(-1) if mesh.loss_parallel else Replicate()
+        ),
+    }
+    parallelize_module(model, over, {name: style for name, style in outer.items() if getattr(model, name) is not None})
+    head_norm = SequenceParallel(sequence_dim=1)  # of heads [B, H, T, E], which are cut over H
+    for block in model.layers.values():
+        styles: dict[str, ParallelStyle] = {"input_layernorm": norm, "post_attention_layernorm": norm}
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            styles[name] = ColwiseParallel()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            styles[name] = RowwiseParallel(output_layouts=stream)
+        if parted:
+            styles["self_attn"] = PrepareModuleInput(
+                input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+            )
+            styles["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        for name in ("q_norm", "k_norm"):
+            if isinstance(getattr(block.self_attn, name, None), nn.Module):
+                styles[f"self_attn.{name}"] = head_norm
+        parallelize_module(block, over, styles)
+
+
+def part_of_vocabulary(logits: Tensor, over: DeviceMesh) -> Tensor:
+    """Logits [B, T, V / ranks] of this rank as a part of [B, T, V]."""
+    return DTensor.from_local(logits, over, (Shard(2),), run_check=False)
