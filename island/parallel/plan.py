@@ -155,10 +155,17 @@ def _pipeline(mesh: MeshConfig, memory: MemoryConfig, model: ModelConfig) -> Ite
             "model.tie_embeddings makes the embedding and the output one tensor, and a pipeline has them on different "
             "ranks: set mesh.pipeline=1"
         )
-    if memory.compile and mesh.pipeline_schedule in ("zero-bubble", "dualpipev"):
+    if mesh.pipeline_schedule not in ("zero-bubble", "dualpipev"):
+        return
+    apart = f"mesh.pipeline_schedule {mesh.pipeline_schedule!r} takes the gradients of inputs and of weights apart"
+    if memory.compile:
         yield (
-            f"mesh.pipeline_schedule {mesh.pipeline_schedule!r} takes the gradients of inputs and weights apart, which "
-            "torch.compile cannot: set memory.compile=false or mesh.pipeline_schedule=interleaved-1f1b"
+            f"{apart}, which compiled code cannot: set memory.compile=false or mesh.pipeline_schedule=interleaved-1f1b"
+        )
+    if memory.activation_checkpointing == "selective":
+        yield (
+            f"{apart}, and what selective checkpointing keeps serves once: set memory.activation_checkpointing=full or "
+            "mesh.pipeline_schedule=interleaved-1f1b"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -18,6 +20,7 @@ def shard(model: nn.Module, mesh: MeshConfig, ranks: Ranks) -> None:
 
     Gradients are added up over ranks, not averaged: the loss of each rank is its share of the island's.
     """
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # for code that changes it
     policy = MixedPrecisionPolicy(
         param_dtype=None if mesh.param_dtype == "float32" else DTYPES[mesh.param_dtype],
         reduce_dtype=DTYPES[mesh.reduce_dtype],

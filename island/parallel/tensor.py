@@ -56,6 +56,8 @@ def cut(model: Decoder, mesh: MeshConfig, over: DeviceMesh) -> None:
         ),
     }
     parallelize_module(model, over, {name: style for name, style in outer.items() if getattr(model, name) is not None})
+    if model.config.tie_embeddings and model.lm_head is not None and model.embed_tokens is not None:
+        model.lm_head.weight = model.embed_tokens.weight  # both are cut over the vocabulary
     head_norm = SequenceParallel(sequence_dim=1)  # of heads [B, H, T, E], which are cut over H
     for block in model.layers.values():
         styles: dict[str, ParallelStyle] = {"input_layernorm": norm, "post_attention_layernorm": norm}

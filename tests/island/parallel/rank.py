@@ -109,7 +109,7 @@ def main(path: str) -> None:
             out[name] = compare(case, reference)
         except DilocoError as error:
             out[name] = {"error": f"{type(error).__name__}: {error.message}"}
-    REAL.write(Path(spec["out"]).with_suffix(f".{rank}.json"), json.dumps(out).encode())
+        REAL.write(Path(spec["out"]).with_suffix(f".{rank}.json"), json.dumps(out).encode())
     dist.destroy_process_group()
 
 
