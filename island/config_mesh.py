@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from diloco.config import NonNegative, Positive
-from diloco.settings import Settings
+from diloco.settings import NonNegative, Positive, Settings
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "dualpipev"]
 ContextMethod = Literal["ulysses", "gather"]

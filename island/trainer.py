@@ -9,17 +9,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
 from diloco.config import RunConfig
 from diloco.errors import DivergedError
 from island.config import IslandConfig
 from island.data import ByteText
 from island.group import Group
 from island.metrics import Metrics
-from island.model import loss as token_loss
 from island.optimizers import build, learning_rate
+from island.parallel import Engine
 from island.session import Session
 
 log = logging.getLogger("diloco.island")
@@ -35,9 +32,8 @@ class Trainer:
 
     run: RunConfig
     island: IslandConfig
-    model: nn.Module
+    engine: Engine
     text: ByteText
-    device: torch.device
     metrics: Metrics
     site: Session | None
     stop: Callable[[], bool]
@@ -48,10 +44,10 @@ class Trainer:
         Raises:
             DivergedError: the loss is not finite; with a site, also after it went back to its anchors.
         """
-        group, inner, steps = Group(), self.run.inner, self.run.run.steps
-        optimizer = build(self.model, inner)
-        share = self.island.data.batch_sequences // group.size
-        rows = slice(group.rank * share, (group.rank + 1) * share)
+        group, inner, steps, engine = Group(), self.run.inner, self.run.run.steps, self.engine
+        optimizer = build(engine.model, inner)
+        share = self.island.data.batch_sequences // engine.data_ranks
+        rows = slice(engine.data_rank * share, (engine.data_rank + 1) * share)
         data, every = self.island.data, self.island.metrics.every_steps
         begun, evaluate = time.monotonic(), self.island.eval.every_steps
         if self.site:
@@ -66,24 +62,21 @@ class Trainer:
             inputs, targets = self.text.train_batch(
                 step - 1, data.shard, data.shards, data.batch_sequences, self.run.run.seed, rows
             )
-            loss = token_loss(self.model(inputs.to(self.device)), targets.to(self.device))
-            loss.backward()  # type: ignore[no-untyped-call]
-            if inner.clip_norm:
-                nn.utils.clip_grad_norm_(self.model.parameters(), inner.clip_norm)
+            loss = engine.step(inputs, targets)
             optimizer.step()
             optimizer.zero_grad()
             tokens += inputs.numel()
             report = step % every == 0 or step == steps
             value = group.mean(loss.item()) if report else None
             if self.site:
-                self.site.step(tokens=inputs.numel(), loss=value)
+                self.site.step(tokens=inputs.numel() if engine.leads else 0, loss=value)
                 if self.site.leaving:
                     return self.site.leaving
             if value is not None and self._finite(value, step):
-                rate = tokens * group.size / (time.monotonic() - begun)
-                self._report(step, value, rate, tokens * group.size)
+                rate = tokens * engine.data_ranks / (time.monotonic() - begun)
+                self._report(step, value, rate, tokens * engine.data_ranks)
             if evaluate and step % evaluate == 0:
-                self._evaluate(step, tokens * group.size, group)
+                self._evaluate(step, tokens * engine.data_ranks, group)
         return "finished"
 
     def _finite(self, loss: float, step: int) -> bool:
@@ -110,18 +103,16 @@ class Trainer:
     def _evaluate(self, step: int, tokens: int, group: Group) -> None:
         """Evaluates the outer parameters; without a run, the model's own."""
         within = self.site.outer_parameters() if self.site else nullcontext()
-        loss = held_out_loss(self.model, self.text, self.island.eval.sequences, self.device, group, within)
+        loss = held_out_loss(self.engine, self.text, self.island.eval.sequences, group, within)
         if self.site:
             self.site.tell(outer_loss=loss)
         self.metrics.record("eval", step=step, outer_loss=loss, tokens=tokens)
 
 
-@torch.no_grad()
 def held_out_loss(
-    model: nn.Module,
+    engine: Engine,
     text: ByteText,
     sequences: int,
-    device: torch.device,
     group: Group,
     within: AbstractContextManager[object],
 ) -> float:
@@ -132,13 +123,13 @@ def held_out_loss(
         within: a context in which the model computes with the parameters that are meant.
     """
     inputs, targets = text.held_out(sequences)
-    share = max(1, len(inputs) // group.size)
-    mine = slice(group.rank * share % len(inputs), group.rank * share % len(inputs) + share)
-    inputs, targets = inputs[mine], targets[mine]
+    share = max(1, len(inputs) // engine.data_ranks)
+    first = engine.data_rank * share % len(inputs)
+    inputs, targets = inputs[first : first + share], targets[first : first + share]
     total, count = 0.0, 0
     with within:
         for start in range(0, len(inputs), EVAL_BATCH):
             batch = slice(start, start + EVAL_BATCH)
-            loss = token_loss(model(inputs[batch].to(device)), targets[batch].to(device))
-            total, count = total + loss.item() * targets[batch].numel(), count + targets[batch].numel()
+            rows = len(targets[batch])
+            total, count = total + engine.evaluate(inputs[batch], targets[batch]).item() * rows, count + rows
     return group.mean(total / count)

@@ -21,6 +21,7 @@ from island.data import ByteText, check_vocabulary, corpus
 from island.group import Group
 from island.link import Link
 from island.metrics import JsonLines, Metrics, Sink, Wandb
+from island.parallel import assemble
 from island.session import join
 from island.trainer import Trainer
 
@@ -81,11 +82,11 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
     check_vocabulary(run.model.vocab_size)
     text = ByteText(corpus(config.data.text), sequence_length=run.model.sequence_length, held_out=config.data.held_out)
     text.check_batches(config.data.shards, config.data.batch_sequences)
-    model = mesh.build(run, config.mesh, device)
+    engine = assemble(run, config.mesh, config.memory, device)
     with (
         Metrics(_sinks(config, run) if group.rank == 0 else [], config.metrics.queue_records) as metrics,
         join(
-            model,
+            engine.model,
             island.coordinator,
             island_id=island.id,
             run_id=island.run_id,
@@ -101,9 +102,8 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
         trainer = Trainer(
             run=run,
             island=config,
-            model=model,
+            engine=engine,
             text=text,
-            device=device,
             metrics=metrics,
             site=site,
             stop=lambda: departure.asked,

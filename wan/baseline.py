@@ -159,6 +159,7 @@ def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
     from island.group import Group
     from island.metrics import JsonLines, Metrics
     from island.model import build_meta, fill
+    from island.parallel import Engine
     from island.trainer import Trainer, held_out_loss
 
     group = Group()
@@ -166,21 +167,21 @@ def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
     fill(model, run)
     if group.size > 1:
         model = DistributedDataParallel(model)
+    engine = Engine.around(model, device, group.rank, group.size, run.inner.clip_norm)
     text = ByteText(corpus(config.data.text), sequence_length=run.model.sequence_length, held_out=config.data.held_out)
     sink = partial(JsonLines, Path(config.metrics.dir) / f"{config.island.id}.jsonl")
     with Metrics([sink] if group.rank == 0 else [], config.metrics.queue_records) as metrics:
         trainer = Trainer(
             run=run,
             island=config,
-            model=model,
+            engine=engine,
             text=text,
-            device=device,
             metrics=metrics,
             site=None,
             stop=lambda: False,
         )
         trainer.train()
-        loss = held_out_loss(model, text, EVAL_SEQUENCES, device, group, nullcontext())
+        loss = held_out_loss(engine, text, EVAL_SEQUENCES, group, nullcontext())
         metrics.record("end", loss=loss)
 
 

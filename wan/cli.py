@@ -120,17 +120,16 @@ def evaluate(checkpoint: str, text: tuple[str, ...], sequences: int) -> None:
     """Loss of CHECKPOINT (a state folder or an exported one) on the held-out part of a text."""
     from contextlib import nullcontext
 
-    import torch
-
     from island.data import ByteText, check_vocabulary, corpus
     from island.group import Group
+    from island.parallel import Engine
     from island.trainer import held_out_loss
     from wan.checkpoint import load
 
     loaded = load(Path(checkpoint))
     check_vocabulary(loaded.model.vocab_size)
     data = ByteText(corpus(text), sequence_length=loaded.model.sequence_length, held_out=0.05)
-    loss = held_out_loss(loaded.decoder(), data, sequences, torch.device("cpu"), Group(), nullcontext())
+    loss = held_out_loss(Engine.around(loaded.decoder()), data, sequences, Group(), nullcontext())
     click.echo(f"loss {loss:.4f} nats per byte on held-out text (unigram {data.unigram_loss():.4f})")
 
 

@@ -29,6 +29,7 @@ from island.data import ByteText, check_vocabulary, corpus, to_text
 from island.group import Group
 from island.link import Link
 from island.model import build_meta, generate
+from island.parallel import Engine
 from island.trainer import held_out_loss
 from wan.baseline import EVAL_SEQUENCES, compare
 from wan.checkpoint import load
@@ -278,7 +279,7 @@ def result(
     """Gathers what a finished demo has to show."""
     checkpoint = load(demo.out / "state")
     decoder, context = checkpoint.decoder(), config.value.model.sequence_length
-    loss = held_out_loss(decoder, text, EVAL_SEQUENCES, torch.device("cpu"), Group(), nullcontext())
+    loss = held_out_loss(Engine.around(decoder), text, EVAL_SEQUENCES, Group(), nullcontext())
     prompt = torch.tensor(list(PROMPT.encode()))
     written = generate(decoder, prompt, SAMPLE_BYTES, 0.8, demo.seed, context)[len(prompt) :]
     metrics = {name: demo.out / "metrics" / f"{name}.jsonl" for name in demo.islands}

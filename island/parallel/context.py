@@ -33,14 +33,14 @@ class Ulysses:
 
     def _swap(self, parts: Tensor) -> Tensor:
         """Sends part i of the first dimension to rank i; returns those that came, by rank."""
-        swapped: Tensor = all_to_all_single(parts.contiguous(), None, None, self._group)
+        swapped: Tensor = all_to_all_single(parts, None, None, self._group)
         return swapped
 
     def _to_heads(self, x: Tensor) -> Tensor:
-        return self._swap(x.unflatten(1, (self._ranks, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
+        return self._swap(torch.stack(x.chunk(self._ranks, dim=1))).movedim(0, 2).flatten(2, 3)
 
     def _to_time(self, x: Tensor) -> Tensor:
-        return self._swap(x.unflatten(2, (self._ranks, -1)).movedim(2, 0)).movedim(0, 1).flatten(1, 2)
+        return self._swap(torch.stack(x.chunk(self._ranks, dim=2))).movedim(0, 1).flatten(1, 2)
 
 
 class Gathered:
@@ -62,7 +62,7 @@ def attend_over(model: Decoder, method: ContextMethod, group: ProcessGroup) -> N
     """Has every layer's attention see the sequences that the ranks of `group` share."""
     attend = Ulysses(group) if method == "ulysses" else Gathered(group)
     for block in model.layers.values():
-        block.self_attn.attend = attend
+        setattr(block.self_attn, "attend", attend)  # noqa: B010  the type of a block is any module's
 
 
 def place(model: Decoder, *, part: int = 0, split: int = 1) -> None:

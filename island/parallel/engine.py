@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from island.model import loss as token_loss
 from island.parallel.context import attend_over, place
 from island.parallel.memory import kernel, save
 from island.parallel.pipeline import Loss, Pipeline, Stages, stage
-from island.parallel.plan import Plan, plan
+from island.parallel.plan import plan
 from island.parallel.ranks import Ranks
 from island.parallel.shard import shard
 from island.parallel.tensor import cut, part_of_vocabulary
@@ -100,6 +100,19 @@ class Engine:
         self._passes, self._context, self._within = passes, context, within
         self._accumulate, self._clip_norm = accumulate, clip_norm
 
+    @classmethod
+    def around(
+        cls,
+        model: nn.Module,
+        device: torch.device | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        clip_norm: float = 0.0,
+    ) -> Engine:
+        """An engine for a whole model, or for one in DistributedDataParallel, which averages gradients itself."""
+        passes = Whole(model, token_loss, 1.0)
+        return cls(model, passes, device or torch.device("cpu"), data=(rank, ranks), clip_norm=clip_norm)
+
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward, backward and clipping. Gradients are then those of the whole batch of the island. Collective.
 
@@ -164,7 +177,7 @@ def assemble(run: RunConfig, mesh: MeshConfig, memory: MemoryConfig, device: tor
     parts = [build_meta(run)] if chosen.pipeline == 1 else [stage(run, chosen, number) for number in numbers]
     for part in parts:
         apply(part, mesh, memory, ranks)
-    model, passes = parts[0], Whole(parts[0], loss, share)
+    model, passes = parts[0], cast(Passes, Whole(parts[0], loss, share))
     if chosen.pipeline > 1:
         stages = [part for part in parts if isinstance(part, Decoder)]
         model = Stages(stages)

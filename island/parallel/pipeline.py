@@ -139,17 +139,17 @@ class Pipeline:
         if (rows, length) not in self._made:
             chunks = self._mesh.chunks
             made = [self._stage(number, rows // chunks, length) for number in self._own]
-            name, options = self._mesh.pipeline_schedule, {"loss_fn": self._shared, "scale_grads": False}
+            name = self._mesh.pipeline_schedule
             self._made[rows, length] = (
-                SINGLE[name](made[0], chunks, **options) if name in SINGLE else MULTI[name](made, chunks, **options)
+                SINGLE[name](made[0], chunks, loss_fn=self._shared, scale_grads=False)
+                if name in SINGLE
+                else MULTI[name]([*made], chunks, loss_fn=self._shared, scale_grads=False)
             )
         return self._made[rows, length]
 
     def _stage(self, number: int, rows: int, length: int) -> PipelineStage:
         module = self._stages[self._own.index(number)]
-        stream = torch.empty(
-            self._stream(rows, length), dtype=self._dtype, device="meta", requires_grad=True
-        )
+        stream = torch.empty(self._stream(rows, length), dtype=self._dtype, device="meta", requires_grad=True)
         into = torch.empty(rows, length, dtype=torch.int64, device="meta") if not number else stream
         out = stream
         if number == self._last:

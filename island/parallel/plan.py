@@ -123,8 +123,7 @@ def _tensor(mesh: MeshConfig, memory: MemoryConfig, model: ModelConfig) -> Itera
         )
     if memory.fp8:
         yield (
-            "memory.fp8 scales rows of whole matrices, and mesh.tensor cuts them: "
-            "set mesh.tensor=1 or memory.fp8=false"
+            "memory.fp8 scales rows of whole matrices, and mesh.tensor cuts them: set mesh.tensor=1 or memory.fp8=false"
         )
 
 

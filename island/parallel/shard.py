@@ -29,9 +29,7 @@ def shard(model: nn.Module, mesh: MeshConfig, ranks: Ranks) -> None:
     again = mesh.reshard_after_forward == "always" or (mesh.reshard_after_forward == "auto" and mesh.pipeline == 1)
 
     def apply(module: nn.Module | list[nn.Module], *, reshard: bool = again) -> None:
-        fully_shard(
-            module, mesh=ranks.data, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
-        )
+        fully_shard(module, mesh=ranks.data, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
     for block in blocks(model):
         apply(block)

@@ -36,7 +36,7 @@ class Whole(ParallelStyle):
             whole: Tensor = outputs.to_local()
             return whole
 
-        return distribute_module(module, device_mesh, None, into, out)
+        return distribute_module(module, device_mesh, None, into, out)  # type: ignore[arg-type]  # hooks may return
 
 
 def cut(model: Decoder, mesh: MeshConfig, over: DeviceMesh) -> None:

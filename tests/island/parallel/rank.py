@@ -22,8 +22,8 @@ from diloco.layout import box_of, canonical_name, local
 from island.config_mesh import MemoryConfig, MeshConfig
 from island.group import Group
 from island.model import build_meta, fill
-from island.parallel import Engine, Whole, assemble
 from island.model import loss as token_loss
+from island.parallel import Engine, Whole, assemble
 
 ROWS, STEPS, HELD_OUT = 8, 3, 6
 RATE = 0.5

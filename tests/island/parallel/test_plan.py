@@ -52,16 +52,16 @@ def test_ranks_that_share_rows_are_counted_once() -> None:
 
 
 REFUSED = [
-    (dict(ranks=3, tensor=3), {}, "mesh.tensor (3) must divide model.heads (8): set it to 1"),
-    (dict(ranks=8, tensor=8), {}, "mesh.tensor (8) must divide model.kv_heads (4): set it to 4"),
-    (dict(ranks=2, tensor=2), dict(fp8=True), "set mesh.tensor=1 or memory.fp8=false"),
-    (dict(ranks=3, context=3), {}, "mesh.context (3) must divide model.sequence_length (64)"),
-    (dict(ranks=8, context=8), {}, "model.kv_heads is 4: set mesh.context_method=gather"),
-    (dict(ranks=16, pipeline=16), {}, "makes 16 stages, and model.layers is 8: lower mesh.pipeline"),
-    (dict(ranks=2, expert=2), {}, "the model has none: set mesh.expert=1"),
+    ({"ranks": 3, "tensor": 3}, {}, "mesh.tensor (3) must divide model.heads (8): set it to 1"),
+    ({"ranks": 8, "tensor": 8}, {}, "mesh.tensor (8) must divide model.kv_heads (4): set it to 4"),
+    ({"ranks": 2, "tensor": 2}, {"fp8": True}, "set mesh.tensor=1 or memory.fp8=false"),
+    ({"ranks": 3, "context": 3}, {}, "mesh.context (3) must divide model.sequence_length (64)"),
+    ({"ranks": 8, "context": 8}, {}, "model.kv_heads is 4: set mesh.context_method=gather"),
+    ({"ranks": 16, "pipeline": 16}, {}, "makes 16 stages, and model.layers is 8: lower mesh.pipeline"),
+    ({"ranks": 2, "expert": 2}, {}, "the model has none: set mesh.expert=1"),
     (
-        dict(ranks=2, pipeline=2, pipeline_schedule="zero-bubble"),
-        dict(compile=True),
+        {"ranks": 2, "pipeline": 2, "pipeline_schedule": "zero-bubble"},
+        {"compile": True},
         "set memory.compile=false or mesh.pipeline_schedule=interleaved-1f1b",
     ),
 ]
@@ -76,23 +76,23 @@ def test_what_does_not_fit_the_model_is_refused(mesh: dict[str, object], memory:
 
 def test_tied_embeddings_have_no_pipeline() -> None:
     tied = MODEL.model_copy(update={"tie_embeddings": True})
-    with pytest.raises(ConfigError, match="tie_embeddings .* set mesh.pipeline=1"):
+    with pytest.raises(ConfigError, match=r"tie_embeddings .* set mesh.pipeline=1"):
         planned(model=tied, ranks=2, pipeline=2)
 
 
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
-        (dict(ranks=4, tensor=3), "mesh.tensor (3) must divide mesh.ranks (4): set mesh.tensor=1"),
+        ({"ranks": 4, "tensor": 3}, "mesh.tensor (3) must divide mesh.ranks (4): set mesh.tensor=1"),
         (
-            dict(ranks=6, tensor=2, pipeline=2),
+            {"ranks": 6, "tensor": 2, "pipeline": 2},
             "mesh.tensor (2) * mesh.pipeline (2) must divide mesh.ranks (6): set mesh.ranks=8",
         ),
-        (dict(ranks=4, tensor=2, expert=4), "set mesh.expert=2"),
-        (dict(ranks=4, sequence_parallel=True), "set mesh.tensor=2 or more, or mesh.sequence_parallel=false"),
-        (dict(ranks=2, pipeline=2, microbatches=3), "set mesh.microbatches=4 or 0"),
+        ({"ranks": 4, "tensor": 2, "expert": 4}, "set mesh.expert=2"),
+        ({"ranks": 4, "sequence_parallel": True}, "set mesh.tensor=2 or more, or mesh.sequence_parallel=false"),
+        ({"ranks": 2, "pipeline": 2, "microbatches": 3}, "set mesh.microbatches=4 or 0"),
         (
-            dict(ranks=2, pipeline=2, microbatches=2, pipeline_schedule="dualpipev"),
+            {"ranks": 2, "pipeline": 2, "microbatches": 2, "pipeline_schedule": "dualpipev"},
             "at least the 4 stages of mesh.pipeline_schedule 'dualpipev': set mesh.microbatches=4 or 0",
         ),
     ],
