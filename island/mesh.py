@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from diloco.config import RunConfig
 from diloco.errors import EnvironmentFault
 from island.config import MeshConfig
-from island.model import blocks, build_meta, fill
+from island.model import allocate, blocks, build_meta, fill
 
 
 def start(mesh: MeshConfig) -> torch.device:
@@ -42,8 +42,8 @@ def start(mesh: MeshConfig) -> torch.device:
 def build(run: RunConfig, mesh: MeshConfig, device: torch.device) -> nn.Module:
     """The run's model, sharded over the island (FSDP2, or HSDP with `mesh.replicas`), with its first parameters.
 
-    The model is made on the meta device and each tensor's first value is made and cut alone, so no rank ever holds
-    the whole model.
+    The model is made on the meta device. Of our decoder each tensor's first value is made and cut alone, so no rank
+    ever holds the whole model; of another, each rank holds it on the CPU for a moment (`island.model.fill`).
     """
     model = build_meta(run)
     shape = (mesh.replicas, mesh.ranks // mesh.replicas) if mesh.replicas > 1 else (mesh.ranks,)
@@ -54,6 +54,6 @@ def build(run: RunConfig, mesh: MeshConfig, device: torch.device) -> nn.Module:
     for block in blocks(model):
         fully_shard(block, mesh=device_mesh, mp_policy=policy)
     fully_shard(model, mesh=device_mesh, mp_policy=policy)
-    model.to_empty(device=device)
+    allocate(model, device)
     fill(model, run)
     return model

@@ -19,6 +19,7 @@ from island.data import ByteText
 from island.group import Group
 from island.metrics import Metrics
 from island.model import loss as token_loss
+from island.model import rebalance
 from island.optimizers import build, learning_rate
 from island.session import Session
 
@@ -66,12 +67,13 @@ class Trainer:
             inputs, targets = self.text.train_batch(
                 step - 1, data.shard, data.shards, data.batch_sequences, self.run.run.seed, rows
             )
-            loss = token_loss(self.model(inputs.to(self.device)), targets.to(self.device))
+            loss = token_loss(self.model(inputs.to(self.device)), targets.to(self.device), self.run.model.z_loss)
             loss.backward()  # type: ignore[no-untyped-call]
             if inner.clip_norm:
                 nn.utils.clip_grad_norm_(self.model.parameters(), inner.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
+            rebalance(self.model, group.total)
             tokens += inputs.numel()
             report = step % every == 0 or step == steps
             value = group.mean(loss.item()) if report else None

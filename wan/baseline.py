@@ -158,11 +158,11 @@ def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
     from island.data import ByteText, corpus
     from island.group import Group
     from island.metrics import JsonLines, Metrics
-    from island.model import build_meta, fill
+    from island.model import allocate, build_meta, fill
     from island.trainer import Trainer, held_out_loss
 
     group = Group()
-    model = build_meta(run).to_empty(device=device)
+    model = allocate(build_meta(run), device)
     fill(model, run)
     if group.size > 1:
         model = DistributedDataParallel(model)
