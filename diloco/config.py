@@ -10,10 +10,12 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from diloco.config_model import MODEL_PRESETS
 from diloco.config_model import ModelConfig as ModelConfig
 from diloco.errors import ConfigError
 from diloco.settings import (
@@ -330,6 +332,11 @@ class RunConfig(Settings):
                 f"({self.sync.fragments}), so one would have nothing to do; have more fragments, or name fewer: "
                 f"set run.coordinators={json.dumps(self.run.coordinators[: self.sync.fragments])}"
             )
+        if self.model.experts and self.model.ours and self.model.balance == "bias" and self.sync.buffers != "average":
+            raise ValueError(
+                f"model.balance ('bias') moves a bias of each expert at every island, and sync.buffers "
+                f"('{self.sync.buffers}') leaves them apart: set sync.buffers='average' or model.balance='loss'"
+            )
         return self
 
     @property
@@ -379,4 +386,7 @@ def load_run(text: str, source: str, overrides: Sequence[str] = ()) -> Resolved[
         if not isinstance(name, str) or name not in PRESETS:
             raise ConfigError(f"{source}: unknown preset {name!r}; known: {', '.join(PRESETS)}")
         layers.insert(0, (f"preset {name}", PRESETS[name]))
-    return resolve(RunConfig, layers, overrides)
+    resolved = resolve(RunConfig, layers, overrides)
+    shape = resolved.value.model.preset
+    origins = {f"model.{key}": f"preset {shape}" for key in MODEL_PRESETS.get(shape, {})}
+    return replace(resolved, origins={**origins, **resolved.origins})

@@ -111,6 +111,8 @@ def _values(schema: Mapping[str, Any]) -> str:
         return f"{schema['minItems']} × {_values(schema['prefixItems'][0])}"
     if "items" in schema:
         return f"any number of {_values(schema['items'])}s"
+    if schema["type"] == "object":
+        return "table"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = (f"{sign} {schema[word]}" for word, sign in signs.items() if word in schema)
     return " ".join([schema["type"], ", ".join(bounds)]).strip()

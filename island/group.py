@@ -37,6 +37,13 @@ class Group:
         rows = self.numbers([struct.unpack("=q", struct.pack("=d", value))[0]])
         return float(sum(struct.unpack("=d", struct.pack("=q", row[0]))[0] for row in rows) / self.size)
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of every rank's values (int64), on the device of this rank's. Collective."""
+        whole = values.cpu().clone()
+        if not self.alone:
+            dist.all_reduce(whole)
+        return whole.to(values.device)
+
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """The bytes of rank `source`, on every rank. Collective."""
         if self.alone:

@@ -158,16 +158,16 @@ def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
     from island.data import ByteText, corpus
     from island.group import Group
     from island.metrics import JsonLines, Metrics
-    from island.model import build_meta, fill
+    from island.model import allocate, build_meta, fill
     from island.parallel import Engine
     from island.trainer import Trainer, held_out_loss
 
     group = Group()
-    model = build_meta(run).to_empty(device=device)
+    model = allocate(build_meta(run), device)
     fill(model, run)
     if group.size > 1:
         model = DistributedDataParallel(model)
-    engine = Engine.around(model, device, group.rank, group.size, run.inner.clip_norm)
+    engine = Engine.around(model, device, run, group)
     text = ByteText(corpus(config.data.text), sequence_length=run.model.sequence_length, held_out=config.data.held_out)
     sink = partial(JsonLines, Path(config.metrics.dir) / f"{config.island.id}.jsonl")
     with Metrics([sink] if group.rank == 0 else [], config.metrics.queue_records) as metrics:

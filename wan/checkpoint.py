@@ -15,7 +15,8 @@ from torch import Tensor
 from coordinator.snapshots import Snapshot, load_snapshot
 from diloco.config import ModelConfig
 from diloco.errors import InputError
-from island.model import Decoder, llama_name, our_name, to_llama
+from diloco.layout import named_tensors
+from island.model import Decoder, allocate, exported, exported_config, imported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +37,15 @@ class Checkpoint:
         """
         with torch.device("meta"):
             decoder = Decoder(config=self.model)
-        decoder.to_empty(device="cpu")
-        parameters = dict(decoder.named_parameters())
-        expected, found = ({(n, t.shape) for n, t in named.items()} for named in (parameters, self.tensors))
+        allocate(decoder, "cpu")
+        own = {name: tensor for name, tensor, _ in named_tensors(decoder)}
+        expected, found = ({(n, t.shape) for n, t in named.items()} for named in (own, self.tensors))
         if expected != found:
             odd = sorted({name for name, _ in expected ^ found})
             raise InputError(f"the checkpoint is not of this project's decoder: {odd[0]} differs ({len(odd)} tensors)")
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(self.tensors[name])
+            for name, tensor in own.items():
+                tensor.copy_(self.tensors[name])
         return decoder.eval()
 
 
@@ -89,9 +90,10 @@ def _load_export(path: Path) -> Checkpoint:
     try:
         extra = json.loads((path / "diloco.json").read_text())
         tensors = load_file(path / "model.safetensors")
+        model = ModelConfig.model_validate(extra["model"])
         return Checkpoint(
-            model=ModelConfig.model_validate(extra["model"]),
-            tensors={our_name(name): tensor for name, tensor in tensors.items()},
+            model=model,
+            tensors=imported(tensors, model),
             versions=tuple(extra["versions"]),
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -99,13 +101,14 @@ def _load_export(path: Path) -> Checkpoint:
 
 
 def export(checkpoint: Checkpoint, to: Path) -> None:
-    """Writes safetensors and a config.json that `transformers` loads as a Llama model.
+    """Writes safetensors and a config.json that `transformers` loads.
 
     The folder appears whole or not at all.
 
     Raises:
-        InputError: `to` exists already, or cannot be made.
+        InputError: `to` exists already, or cannot be made; or transformers has no architecture for the model.
     """
+    config = exported_config(checkpoint.model)
     if to.exists():
         raise InputError(f"{to} exists already: name a new folder with --to")
     partial = to.with_name(to.name + ".partial")
@@ -114,9 +117,8 @@ def export(checkpoint: Checkpoint, to: Path) -> None:
         partial.mkdir(parents=True)
     except OSError as error:
         raise InputError(f"cannot make {to} ({error.strerror}): name another folder with --to") from error
-    tensors = {llama_name(name): tensor.contiguous() for name, tensor in checkpoint.tensors.items()}
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / "config.json").write_text(json.dumps(to_llama(checkpoint.model), indent=2))
+    save_file(exported(checkpoint.tensors, checkpoint.model), partial / "model.safetensors", metadata={"format": "pt"})
+    (partial / "config.json").write_text(json.dumps(config, indent=2))
     extra = {"model": checkpoint.model.model_dump(mode="json"), "versions": list(checkpoint.versions)}
     (partial / "diloco.json").write_text(json.dumps(extra, indent=2))
     partial.rename(to)

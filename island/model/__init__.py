@@ -1,27 +1,32 @@
-"""The model of a run: our decoder, its first values, its cost, and how it is read by others.
+"""The model of a run: our decoder or any other, its first values, what it costs, and how others read it.
 
-decoder   the model, in one sitting      init      first values by name and seed
-sources   the run's model, whatever it is   sampling  text continued
-llama     names and config for transformers flops     what a token costs
+decoder   the model, with moe for its experts       init      first values by name and seed
+sources   the run's model, whatever makes it        sampling  a text continued
+llama     our decoder as transformers reads it      flops     what a token costs, and MFU
 """
 
 from island.model.decoder import Decoder, loss
-from island.model.flops import flops_per_token
+from island.model.flops import flops_per_token, mfu, peak_flops
 from island.model.init import first_value
-from island.model.llama import llama_name, our_name, to_llama
+from island.model.llama import exported, exported_config, imported
+from island.model.moe import rebalance
 from island.model.sampling import generate
-from island.model.sources import blocks, build_meta, fill
+from island.model.sources import allocate, blocks, build_meta, fill
 
 __all__ = [
     "Decoder",
+    "allocate",
     "blocks",
     "build_meta",
+    "exported",
+    "exported_config",
     "fill",
     "first_value",
     "flops_per_token",
     "generate",
-    "llama_name",
+    "imported",
     "loss",
-    "our_name",
-    "to_llama",
+    "mfu",
+    "peak_flops",
+    "rebalance",
 ]

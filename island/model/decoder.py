@@ -2,20 +2,20 @@
 
 Shapes: B batch, T time, V vocabulary, D width, H query heads, K key and value heads, E = D / H head width.
 
-There are no buffers: all that a forward pass needs is a parameter or follows from the config, so a model made
-on the meta device is complete once its parameters have been filled from `first_value` or a checkpoint.
+All that a forward pass needs is a parameter or follows from the config, but for the biases of routers (`moe.py`), so
+a model made on the meta device is complete once it has been filled from `first_value` or a checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diloco.config import ModelConfig
+from island.model.moe import MoE, SwiGLU
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [B, H, T, E], keys and values [B, K, T, E] to the mixed values [B, H, T, E]."""
@@ -38,10 +38,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): Block(config=config) for i in range(config.layers)})
+        self.layers = nn.ModuleDict({str(i): Block(i, config=config) for i in range(config.layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self._tie()
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Token ids [B, T] (int64) to the logits of the next token [B, T, V], in the dtype of the weights.
@@ -57,26 +58,16 @@ class Decoder(nn.Module):
         x = x if self.norm is None else self.norm(x)
         return x if self.lm_head is None else self.lm_head(x)
 
-    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
-        """As in torch, which would give every name a tensor of its own: tied weights stay one."""
-        super().to_empty(device=device, recurse=recurse)
-        self._tie()
-        return self
-
-    def _tie(self) -> None:
-        if self.config.tie_embeddings and self.lm_head is not None and self.embed_tokens is not None:
-            self.lm_head.weight = self.embed_tokens.weight
-
 
 class Block(nn.Module):
     """Attention and feed-forward, each on the normalised residual stream [B, T, D] and added back to it."""
 
-    def __init__(self, *, config: ModelConfig) -> None:
+    def __init__(self, layer: int, *, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.self_attn = Attention(config=config)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = SwiGLU(config=config)
+        self.mlp = MoE(config=config) if config.routed(layer) else SwiGLU(config.dim, config.ffn_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -86,6 +77,8 @@ class Block(nn.Module):
 
 class Attention(nn.Module):
     """Causal self-attention in which H / K query heads share a key and value head (arXiv 2305.13245).
+
+    With `qk_norm`, queries and keys of each head are normalised first (arXiv 2302.05442, as Qwen3 does it).
 
     `attend` mixes the values; context parallelism puts another function in its place.
     """
@@ -98,33 +91,23 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = (-1, self.head_dim)
-        q = rotate(self.q_proj(x).unflatten(-1, heads).transpose(1, 2), cos, sin)
-        k = rotate(self.k_proj(x).unflatten(-1, heads).transpose(1, 2), cos, sin)
-        v = self.v_proj(x).unflatten(-1, heads).transpose(1, 2)
-        out: Tensor = self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = (project(x).unflatten(-1, heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, heads, T, E]
+        mixed = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each position of [B, H, T, E] attends to itself and those before it."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-
-
-class SwiGLU(nn.Module):
-    """Gated feed-forward: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
-
-    def __init__(self, *, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
 
 
 def rotary(positions: Tensor, config: ModelConfig, like: Tensor) -> tuple[Tensor, Tensor]:

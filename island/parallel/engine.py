@@ -13,6 +13,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -20,9 +21,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from diloco.config import RunConfig
 from diloco.layout import local
 from island.config_mesh import MemoryConfig, MeshConfig
-from island.model import Decoder, build_meta, fill
+from island.group import Group
+from island.model import Decoder, allocate, build_meta, fill, rebalance
 from island.model import loss as token_loss
+from island.model.moe import MoE
 from island.parallel.context import attend_over, place
+from island.parallel.expert import share_out
 from island.parallel.memory import kernel, save
 from island.parallel.pipeline import Loss, Pipeline, Stages, stage
 from island.parallel.plan import plan
@@ -80,6 +84,7 @@ class Engine:
         accumulate: parts of the rows that are computed one after the other.
         clip_norm: largest norm of all gradients together; 0 leaves them as they are.
         within: contexts in which passes are made.
+        total: adds integers over the ranks that hold the same layers.
     """
 
     def __init__(
@@ -94,10 +99,11 @@ class Engine:
         accumulate: int = 1,
         clip_norm: float = 0.0,
         within: Callable[[], ExitStack] = ExitStack,
+        total: Callable[[Tensor], Tensor] = lambda counts: counts,
     ) -> None:
         self.model, self.device, self.leads = model, device, leads
         self.data_rank, self.data_ranks = data
-        self._passes, self._context, self._within = passes, context, within
+        self._passes, self._context, self._within, self._total = passes, context, within, total
         self._accumulate, self._clip_norm = accumulate, clip_norm
 
     @classmethod
@@ -105,16 +111,26 @@ class Engine:
         cls,
         model: nn.Module,
         device: torch.device | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        clip_norm: float = 0.0,
+        run: RunConfig | None = None,
+        group: Group | None = None,
     ) -> Engine:
-        """An engine for a whole model, or for one in DistributedDataParallel, which averages gradients itself."""
-        passes = Whole(model, token_loss, 1.0)
-        return cls(model, passes, device or torch.device("cpu"), data=(rank, ranks), clip_norm=clip_norm)
+        """An engine for a whole model, or for one in DistributedDataParallel, which averages gradients itself.
+
+        Args:
+            run: what is trained, with `group` where several ranks do; without, the engine only evaluates.
+        """
+        group = group or Group()
+        return cls(
+            model,
+            Whole(model, _loss(run.model.z_loss if run else 0.0), 1.0),
+            device or torch.device("cpu"),
+            data=(group.rank, group.size),
+            clip_norm=run.inner.clip_norm if run else 0.0,
+            total=group.total,
+        )
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward, backward and clipping. Gradients are then those of the whole batch of the island. Collective.
+        """Forward, backward, clipping, balancing of experts. Gradients are then those of the island's batch. Collective.
 
         Args:
             inputs, targets: this rank's rows of token ids [b, T], int64, on any device.
@@ -129,6 +145,7 @@ class Engine:
             ]
         if self._clip_norm:
             clip(self.model, self._clip_norm)
+        rebalance(self.model, self._total)
         return torch.stack(losses).mean()
 
     @torch.no_grad()
@@ -160,11 +177,7 @@ def assemble(run: RunConfig, mesh: MeshConfig, memory: MemoryConfig, device: tor
     ranks, rank = Ranks(chosen, device), dist.get_rank()
     share = 1.0 / (chosen.summed * memory.accumulate)
 
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        if mesh.loss_parallel:
-            logits = part_of_vocabulary(logits, ranks.tensor)
-        value = token_loss(logits, targets)
-        return value.to_local() if isinstance(value, DTensor) else value
+    loss = _loss(run.model.z_loss, ranks.tensor if mesh.loss_parallel else None)
 
     def within() -> ExitStack:
         stack = ExitStack()
@@ -177,6 +190,9 @@ def assemble(run: RunConfig, mesh: MeshConfig, memory: MemoryConfig, device: tor
     parts = [build_meta(run)] if chosen.pipeline == 1 else [stage(run, chosen, number) for number in numbers]
     for part in parts:
         apply(part, mesh, memory, ranks)
+        for module in part.modules():
+            if isinstance(module, MoE):
+                module.loss_scale = share / mesh.chunks
     model, passes = parts[0], cast(Passes, Whole(parts[0], loss, share))
     if chosen.pipeline > 1:
         stages = [part for part in parts if isinstance(part, Decoder)]
@@ -193,7 +209,23 @@ def assemble(run: RunConfig, mesh: MeshConfig, memory: MemoryConfig, device: tor
         accumulate=memory.accumulate,
         clip_norm=run.inner.clip_norm,
         within=within,
+        total=ranks.total,
     )
+
+
+def _loss(z_loss: float, over: DeviceMesh | None = None) -> Loss:
+    """The mean loss per token; without gradients, when it is evaluated, the cross-entropy alone.
+
+    Args:
+        over: the ranks that have parts of the vocabulary, where logits are only this rank's.
+    """
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        whole = logits if over is None else part_of_vocabulary(logits, over)
+        value = token_loss(whole, targets, z_loss if torch.is_grad_enabled() else 0.0)
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    return loss
 
 
 def apply(part: nn.Module, mesh: MeshConfig, memory: MemoryConfig, ranks: Ranks) -> None:
@@ -202,13 +234,15 @@ def apply(part: nn.Module, mesh: MeshConfig, memory: MemoryConfig, ranks: Ranks)
     if isinstance(part, Decoder):
         if chosen.tensor > 1:
             cut(part, mesh, ranks.tensor)
+        if chosen.expert > 1:
+            share_out(part, ranks.expert)
         if chosen.context > 1:
             attend_over(part, mesh.context_method, ranks.context.get_group())
         if chosen.context > 1 or mesh.sequence_parallel:
             place(part, part=chosen.context_part(dist.get_rank()), split=chosen.tensor if mesh.sequence_parallel else 1)
     save(part, memory, ranks.device)
     shard(part, mesh, ranks)
-    part.to_empty(device="cpu" if mesh.cpu_offload else ranks.device)
+    allocate(part, "cpu" if mesh.cpu_offload else ranks.device)
 
 
 @torch.no_grad()

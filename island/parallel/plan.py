@@ -99,10 +99,22 @@ def placed(mesh: MeshConfig) -> tuple[tuple[int, ...], ...]:
 
 def refusals(mesh: MeshConfig, memory: MemoryConfig, model: ModelConfig) -> Iterator[str]:
     """Why a mesh and a model do not fit; nothing where they do."""
+    if not model.ours:
+        yield from _foreign(mesh, model)
+        return
     yield from _tensor(mesh, memory, model)
     yield from _context(mesh, model)
     yield from _pipeline(mesh, memory, model)
     yield from _expert(mesh, model)
+
+
+def _foreign(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
+    for name in ("tensor", "pipeline", "context", "expert"):
+        if getattr(mesh, name) > 1:
+            yield (
+                f"mesh.{name} ({getattr(mesh, name)}) cuts a model whose parts are known, and model.source is "
+                f"{model.source!r}, which FSDP alone can shard: set mesh.{name}=1 or model.source=decoder"
+            )
 
 
 def _divides(what: str, count: int, name: str, by: int) -> Iterator[str]:
@@ -169,12 +181,11 @@ def _pipeline(mesh: MeshConfig, memory: MemoryConfig, model: ModelConfig) -> Ite
 
 
 def _expert(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
-    experts = getattr(model, "experts", 0)
-    if mesh.expert > 1 and not experts:
+    if mesh.expert > 1 and not model.experts:
         yield f"mesh.expert ({mesh.expert}) shares out experts, and the model has none: set mesh.expert=1"
     elif mesh.expert > 1:
-        yield from _divides("model.experts", experts, "mesh.expert", mesh.expert)
-    if mesh.tensor > 1 and experts:
+        yield from _divides("model.experts", model.experts, "mesh.expert", mesh.expert)
+    if mesh.tensor > 1 and model.experts:
         yield (
             "mesh.tensor cuts dense matrices, and experts are shared out whole: set mesh.tensor=1, and mesh.expert "
             "for the experts"

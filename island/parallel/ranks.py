@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from island.parallel.plan import Plan
@@ -45,6 +47,13 @@ class Ranks:
         """The ranks that share this rank's sequences."""
         sizes = (self.plan.shard, self.plan.context)
         return self.all._unflatten("parts", sizes, ("shard", "context"))["context"]
+
+    def total(self, counts: Tensor) -> Tensor:
+        """The sum of counts, int64, over the ranks that hold the same layers and read other tokens. Collective."""
+        counts = counts.clone()
+        for name in ("replicas", "parts"):
+            dist.all_reduce(counts, group=self.all.get_group(name))
+        return counts
 
     @cached_property
     def _experts(self) -> DeviceMesh:

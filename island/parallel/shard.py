@@ -6,10 +6,12 @@ import warnings
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from island.config_mesh import MeshConfig
 from island.model import Decoder, blocks
+from island.model.moe import Experts
 from island.parallel.ranks import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,10 +30,13 @@ def shard(model: nn.Module, mesh: MeshConfig, ranks: Ranks) -> None:
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if mesh.cpu_offload else OffloadPolicy()
     again = mesh.reshard_after_forward == "always" or (mesh.reshard_after_forward == "auto" and mesh.pipeline == 1)
 
-    def apply(module: nn.Module | list[nn.Module], *, reshard: bool = again) -> None:
-        fully_shard(module, mesh=ranks.data, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+    def apply(module: nn.Module | list[nn.Module], *, reshard: bool = again, over: DeviceMesh = ranks.data) -> None:
+        fully_shard(module, mesh=over, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
     for block in blocks(model):
+        if ranks.plan.expert > 1:
+            for experts in (module for module in block.modules() if isinstance(module, Experts)):
+                apply(experts, over=ranks.beside_expert)
         apply(block)
     if isinstance(model, Decoder) and not model.config.tie_embeddings:
         if model.embed_tokens is not None:

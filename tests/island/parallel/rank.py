@@ -21,7 +21,7 @@ from diloco.errors import DilocoError
 from diloco.layout import box_of, canonical_name, local
 from island.config_mesh import MemoryConfig, MeshConfig
 from island.group import Group
-from island.model import build_meta, fill
+from island.model import allocate, build_meta, fill
 from island.model import loss as token_loss
 from island.parallel import Engine, Whole, assemble
 
@@ -38,7 +38,7 @@ def run_config(model: dict[str, Any]) -> RunConfig:
             "run": {"id": "table", "steps": STEPS},
             "model": shape | model,
             "inner": {"clip_norm": CLIP_NORM},
-            "sync": {"every_steps": 2},
+            "sync": {"every_steps": 2, "buffers": "average"},
         }
     )
 
@@ -59,20 +59,24 @@ def train(engine: Engine, run: RunConfig) -> list[float]:
     return [*losses, engine.evaluate(batch[:, :-1], batch[:, 1:]).item()]
 
 
+class One(Engine):
+    """Clips without asking other ranks."""
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        value = super().step(inputs, targets)
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        return value
+
+
 def alone(run: RunConfig) -> tuple[list[float], dict[str, Tensor]]:
     """The same in one process: losses, and the parameters at the end."""
-    model = build_meta(run).to_empty(device="cpu")
+    model = allocate(build_meta(run), "cpu")
     fill(model, run)
-
-    class One(Engine):
-        """Clips without asking other ranks."""
-
-        def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-            value = super().step(inputs, targets)
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
-            return value
-
-    engine = One(model, Whole(model, token_loss, 1.0), torch.device("cpu"))
+    engine = One(
+        model,
+        Whole(model, lambda x, y: token_loss(x, y, run.model.z_loss * torch.is_grad_enabled()), 1.0),
+        torch.device("cpu"),
+    )
     return train(engine, run), {canonical_name(name): p.detach() for name, p in model.named_parameters()}
 
 
