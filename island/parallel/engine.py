@@ -130,7 +130,7 @@ class Engine:
         )
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward, backward, clipping, balancing of experts. Gradients are then those of the island's batch. Collective.
+        """Forward, backward, clipping, balancing. Gradients are then those of the island's whole batch. Collective.
 
         Args:
             inputs, targets: this rank's rows of token ids [b, T], int64, on any device.

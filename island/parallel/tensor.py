@@ -58,7 +58,9 @@ def cut(model: Decoder, mesh: MeshConfig, over: DeviceMesh) -> None:
     parallelize_module(model, over, {name: style for name, style in outer.items() if getattr(model, name) is not None})
     if model.config.tie_embeddings and model.lm_head is not None and model.embed_tokens is not None:
         model.lm_head.weight = model.embed_tokens.weight  # both are cut over the vocabulary
-    head_norm = SequenceParallel(sequence_dim=2)  # of [B, T, H, E], which is cut over the heads H
+    head_norm = SequenceParallel(
+        sequence_dim=2, use_local_output=True
+    )  # of [B, T, H, E], which is cut over the heads H
     for block in model.layers.values():
         styles: dict[str, ParallelStyle] = {"input_layernorm": norm, "post_attention_layernorm": norm}
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
