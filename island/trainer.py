@@ -19,7 +19,7 @@ from island.data import ByteText
 from island.group import Group
 from island.metrics import Metrics
 from island.model import loss as token_loss
-from island.optimizers import build, learning_rate
+from island.optimizers import build, set_rates
 from island.session import Session
 
 log = logging.getLogger("diloco.island")
@@ -61,8 +61,7 @@ class Trainer:
             if any(row[0] for row in group.numbers([self.stop()])):
                 return "asked to stop"
             step += 1
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = learning_rate(step, steps, inner)
+            set_rates(optimizer, step, steps, inner)
             inputs, targets = self.text.train_batch(
                 step - 1, data.shard, data.shards, data.batch_sequences, self.run.run.seed, rows
             )
