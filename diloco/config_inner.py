@@ -66,8 +66,9 @@ class InnerConfig(Settings):
     def _fits(self) -> InnerConfig:
         if self.options and ":" not in self.optimizer:
             raise ValueError(
-                f"inner.options are for a class of one's own, and inner.optimizer ({self.optimizer!r}) has settings: "
-                "set inner.optimizer=module:Class, or leave [inner.options] out"
+                f"{', '.join(f'inner.options.{key}' for key in self.options)} is for a class of one's own, not for "
+                f"inner.optimizer ({self.optimizer!r}), which has settings: set inner.optimizer=module:Class, or leave "
+                "[inner.options] out"
             )
         if self.matrix_lr and self.optimizer != "muon":
             raise ValueError(

@@ -62,23 +62,18 @@ class Part:
         return tensor if self.index is None else tensor[self.index]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Matrix:
     """One matrix of the island's model."""
 
     name: str
     shape: tuple[int, int]
-    parts: tuple[Part, ...]
-    """Every rank's, replicas too."""
     owner: int
     """The rank that iterates."""
-
-    @property
-    def sources(self) -> list[Part]:
-        """Parts that make the whole matrix once; the owner's own where it has a choice."""
-        chosen = {part.box: part for part in reversed(self.parts)}
-        chosen |= {part.box: part for part in self.parts if part.rank == self.owner}
-        return list(chosen.values())
+    parts: tuple[Part, ...]
+    """Every rank's, replicas too."""
+    sources: tuple[Part, ...]
+    """Parts that make the whole matrix once; the owner's own where there is a choice."""
 
 
 def plan(shards: Shards) -> list[list[Matrix]]:
@@ -97,7 +92,9 @@ def plan(shards: Shards) -> list[list[Matrix]]:
         work[owner] += _work(shape)
         gathered[owner] += math.prod(shape)
         rounds += [[] for _ in range(number + 1 - len(rounds))]
-        rounds[number].append(Matrix(name=name, shape=shape, parts=parts, owner=owner))
+        chosen = {part.box: part for part in sorted(parts, key=lambda part: (part.rank == owner, -part.rank))}
+        sources = tuple(sorted(chosen.values(), key=lambda part: part.rank))
+        rounds[number].append(Matrix(name=name, shape=shape, owner=owner, parts=parts, sources=sources))
     return rounds
 
 
