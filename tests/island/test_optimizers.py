@@ -42,12 +42,15 @@ def inner(name: str, **settings: object) -> InnerConfig:
     return InnerConfig.model_validate({"optimizer": name, "lr": 0.01, **settings})
 
 
+def gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
+    """The gradient of a parameter: a function of its name and the step."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step * 1000 + sum(name.encode())))
+
+
 def give_gradients(model: nn.Module, step: int) -> None:
-    """A gradient for every trainable parameter, a function of its name and the step."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            generator = torch.Generator().manual_seed(step * 1000 + sum(name.encode()))
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = gradient(name, parameter.shape, step)
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0, last: int = 3) -> None:
@@ -65,9 +68,9 @@ def history(model: nn.Module, name: str, steps: int = 3) -> tuple[np.ndarray, li
     start, gradients = dict(model.named_parameters())[name].detach().double().numpy(), []
     for step in range(steps):
         give_gradients(model, step)
-        gradient = dict(model.named_parameters())[name].grad
-        assert gradient is not None
-        gradients.append(gradient.double().numpy())
+        given = dict(model.named_parameters())[name].grad
+        assert given is not None
+        gradients.append(given.double().numpy())
     return start, gradients
 
 
