@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from diloco.config import NonNegative, Positive, Seconds
-from diloco.settings import Resolved, Settings, parse, resolve
+from diloco.settings import NonNegative, Positive, Resolved, Seconds, Settings, parse, resolve
 from diloco.tls import TLS
 
 PROGRESS = "progress"
