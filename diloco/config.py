@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from diloco.config_inner import InnerConfig as InnerConfig
 from diloco.config_model import MODEL_PRESETS
 from diloco.config_model import ModelConfig as ModelConfig
 from diloco.errors import ConfigError
@@ -89,23 +90,6 @@ class RunSection(Settings):
         return max(1, len(self.coordinators))
 
 
-class InnerConfig(Settings):
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Inner optimizer. Its state is local to an island and is never reset by a sync."""
-    lr: Annotated[float, Field(gt=0)] = 4e-4
-    """Peak learning rate (DiLoCo 2023: 4e-4)."""
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    """Shape after the warm-up. It follows the run's step, never an island's own restarts."""
-    warmup_steps: NonNegative = 0
-    """Steps of linear warm-up from 0; once per run."""
-    min_lr_ratio: Fraction = 0.1
-    """Learning rate at the last step, as a share of `lr`."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay of the inner optimizer. The outer one has none."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """AdamW's moment decays."""
-    clip_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global gradient norm; 0 leaves gradients as they are."""
 
 
 class SyncConfig(Settings):
@@ -319,6 +303,17 @@ class RunConfig(Settings):
                 f"run.steps ({self.run.steps}) ends before the first sync, which sync.every_steps "
                 f"({self.sync.every_steps}) puts at step {first}: "
                 f"set run.steps={first} or lower sync.every_steps"
+            )
+        if self.inner.schedule == "wsd" and self.inner.warmup_steps + self.inner.decay_steps > self.run.steps:
+            room = max(0, self.run.steps - self.inner.warmup_steps)
+            raise ValueError(
+                f"inner.warmup_steps ({self.inner.warmup_steps}) and inner.decay_steps ({self.inner.decay_steps}) are "
+                f"together longer than run.steps ({self.run.steps}): set "
+                + (
+                    f"inner.decay_steps={room}"
+                    if room
+                    else f"run.steps={self.inner.warmup_steps + self.inner.decay_steps}"
+                )
             )
         if self.rounds.quorum > self.rounds.start_islands:
             raise ValueError(

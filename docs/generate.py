@@ -109,6 +109,8 @@ def _values(schema: Mapping[str, Any]) -> str:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
     if "prefixItems" in schema:
         return f"{schema['minItems']} × {_values(schema['prefixItems'][0])}"
+    if "additionalProperties" in schema:
+        return "a table"
     if "items" in schema:
         return f"any number of {_values(schema['items'])}s"
     if schema["type"] == "object":

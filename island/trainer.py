@@ -15,7 +15,7 @@ from island.config import IslandConfig
 from island.data import ByteText
 from island.group import Group
 from island.metrics import Metrics
-from island.optimizers import build, learning_rate
+from island.optimizers import build, set_rates
 from island.parallel import Engine
 from island.session import Session
 
@@ -57,8 +57,7 @@ class Trainer:
             if any(row[0] for row in group.numbers([self.stop()])):
                 return "asked to stop"
             step += 1
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = learning_rate(step, steps, inner)
+            set_rates(optimizer, step, steps, inner)
             inputs, targets = self.text.train_batch(
                 step - 1, data.shard, data.shards, data.batch_sequences, self.run.run.seed, rows
             )

@@ -30,6 +30,16 @@ RULES = [
     (["sync.overlap_steps=500"], ["sync.overlap_steps", "sync.every_steps"]),
     (["rounds.grace_s=601.5"], ["rounds.grace_s", "rounds.deadline_s"]),
     (["run.steps=499"], ["run.steps", "sync.every_steps"]),
+    (["inner.options.momentum=0.9"], ["inner.options", "inner.optimizer"]),
+    (["inner.matrix_lr=0.02"], ["inner.matrix_lr", "inner.optimizer"]),
+    (
+        ["inner.schedule=wsd", "inner.warmup_steps=900", "inner.decay_steps=101"],
+        ["inner.warmup_steps", "inner.decay_steps", "run.steps"],
+    ),
+    (
+        ["inner.schedule=wsd", "inner.warmup_steps=1200", "inner.decay_steps=1"],
+        ["inner.warmup_steps", "inner.decay_steps", "run.steps"],
+    ),
     (["rounds.quorum=3", "rounds.start_islands=2"], ["rounds.quorum", "rounds.start_islands"]),
     (["run.coordinator_index=1"], ["run.coordinator_index", "run.coordinators"]),
     (["run.coordinators=['a:1', 'b:1']"], ["run.coordinators", "sync.fragments"]),
@@ -80,6 +90,9 @@ def test_a_broken_rule_names_every_source_that_has_a_part_in_it() -> None:
         ("run.seed=2147483648", "'run.seed': input should be less than 2147483648"),
         ("inner.betas=[0.9]", "'inner.betas.1'"),
         ("inner.betas=[0.9, 1]", "'inner.betas.1': input should be less than 1, not 1"),
+        ("inner.optimizer=adam", "'inner.optimizer': string should match pattern"),
+        ("inner.optimizer=my.module:", "'inner.optimizer': string should match pattern"),
+        ("inner.options={a = {b = 1}}", "'inner.options.a"),
         ("sync.every=3", "unknown key 'sync.every'; did you mean 'every_steps'?"),
     ],
 )
@@ -121,6 +134,7 @@ def test_fragments_start_evenly_spread_unless_offsets_are_given() -> None:
 EXAMPLES = [
     [],
     ["sync.strategy=strided", "sync.fragments=2", "sync.offsets_steps=[7, 250]", "inner.betas=[0.8, 0]"],
+    ["inner.optimizer=a.b:C.D", "inner.options={a = [1, 0.5, true], b = 'x', c = 1e-9, d = false}"],
     ['sync.embeddings=["*é😀*", "tab\\t", "quote\\""]', "model.norm_eps=1e-30", "rounds.lease_s=1e17"],
 ]
 

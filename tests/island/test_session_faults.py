@@ -19,7 +19,7 @@ from torch import nn
 from coordinator import rounds
 from coordinator.store import UPDATES_KEPT
 from diloco.codec import Codec
-from diloco.config import RunConfig
+from diloco.config import InnerConfig, RunConfig
 from diloco.digest import show
 from diloco.errors import (
     DigestMismatch,
@@ -37,6 +37,7 @@ from diloco.v1 import coordinator_pb2 as pb
 from island.daemon import FINAL
 from island.lease import Lease
 from island.link import Link
+from island.optimizers import build
 from island.seat import REJOINS
 from island.session import Session, join
 from tests.processes import free_port, wait_until
@@ -234,6 +235,29 @@ def test_a_silent_coordinator_is_given_up_in_the_end(begin: Callable[[RunConfig]
         it.train(1)
     assert exit_code(caught.value) == ExitCode.UNREACHABLE
     it.start()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lamb"])
+def test_syncs_leave_the_inner_optimizer_alone_and_a_rollback_empties_it(
+    name: str, begin: Callable[[RunConfig], Site]
+) -> None:
+    it = begin(config(2, overlap_steps=1))
+    it.optimizer = build(it.model, InnerConfig(optimizer=name))
+    site = it.join()
+    it.train(1)
+    [state] = it.optimizer.state.values()
+    moments = {key: value.data_ptr() for key, value in state.items()}
+    it.train(8)
+    assert site.replica.position[0].version > 2
+    [now] = it.optimizer.state.values()
+    assert {key: value.data_ptr() for key, value in now.items()} == moments
+    if name == "muon":
+        torch.testing.assert_close(now["momentum_buffer"], torch.full((3, 5), 1 - 0.95**9))
+    else:
+        assert now["step"] == 9
+        torch.testing.assert_close(now["exp_avg"], torch.full((3, 5), 1 - 0.9**9))
+    it.train(1, loss=math.nan)
+    assert site.rollbacks == 1 and not it.optimizer.state
 
 
 # -- the lease is lost --------------------------------------------------------------------------------------------
