@@ -122,14 +122,13 @@ def evaluate(checkpoint: str, text: tuple[str, ...], sequences: int) -> None:
 
     import torch
 
-    from island.data import ByteText, check_vocabulary, corpus
+    from island.data import packed_text
     from island.group import Group
     from island.trainer import held_out_loss
     from wan.checkpoint import load
 
     loaded = load(Path(checkpoint))
-    check_vocabulary(loaded.model.vocab_size)
-    data = ByteText(corpus(text), sequence_length=loaded.model.sequence_length, held_out=0.05)
+    data = packed_text(text, loaded.model)
     loss = held_out_loss(loaded.decoder(), data, sequences, torch.device("cpu"), Group(), nullcontext())
     click.echo(f"loss {loss:.4f} nats per byte on held-out text (unigram {data.unigram_loss():.4f})")
 
@@ -144,7 +143,7 @@ def generate(checkpoint: str, prompt: str, length: int, temperature: float, seed
     """Continue a text with CHECKPOINT (a state folder or an exported one)."""
     import torch
 
-    from island.data import check_vocabulary, to_text
+    from island.data import Bytes, check_vocabulary
     from island.model import generate as sample
     from wan.checkpoint import load
 
@@ -154,4 +153,4 @@ def generate(checkpoint: str, prompt: str, length: int, temperature: float, seed
     check_vocabulary(loaded.model.vocab_size)
     tokens = torch.tensor(list(prompt.encode()))
     written = sample(loaded.decoder(), tokens, length, temperature, seed, loaded.model.sequence_length)
-    click.echo(to_text(written))
+    click.echo(Bytes().decode(written.tolist()))
