@@ -1,8 +1,8 @@
 """Tokenised text on disk: made once, mapped by every rank and worker of the machine.
 
 A corpus is `<key>.tokens` (raw little-endian tokens) and `<key>.json`, which is written last and says how many there
-are. The key is of the files' paths, sizes and times of change, the field, and the tokenizer's digest. Each file comes into
-being under its name whole.
+are. The key is of the files' paths, sizes and times of change, the field, and the tokenizer's digest. No file is ever
+seen half written.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Stream:
                 data_files=list(data.dataset_files) or None,
                 streaming=True,
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(
                 f"cannot open the dataset {data.dataset} ({reason}): correct data.dataset, data.dataset_name, "
@@ -127,7 +127,7 @@ class Stream:
         """
         dataset = self._load()
         if shards == 1 or dataset.num_shards % shards == 0:
-            whole = dataset if shards == 1 else dataset.shard(num_shards=shards, index=shard)
+            whole = dataset if shards == 1 else dataset.shard(num_shards=shards, index=shard, contiguous=False)
             yield from self._documents(whole, skip, held_out=False)
         else:
             yield from self._documents(dataset, skip, held_out=False, every=shards, which=shard)
@@ -150,7 +150,7 @@ class Stream:
                 encoded = self.tokenizer.encode([text for _, text in texts])
                 for (at, _), tokens in zip(texts, encoded, strict=True):
                     yield at, np.concatenate((tokens, self.tokenizer.separator))
-        except library().exceptions.DatasetsError as error:
+        except (OSError, ValueError) as error:  # the library's own, and pyarrow's, are such
             raise InputError(
                 f"the dataset {self.data.dataset} ends behind example {number} ({error}): mend it, or name other "
                 "data.dataset_files"
