@@ -137,6 +137,7 @@ def test_a_wrong_command_line(command: str, says: str) -> None:
         ("--steps 4 --sync-every 8 --fragments 1", "run.steps (4) ends before the first sync"),
         ("--sync-every 60 --fragments 6", "the model has too few layers; set sync.fragments="),
         ("--set model.vocab_size=255", "model.vocab_size (255) is below 256, and text is read as bytes: set"),
+        ("--set shards.count=8", "the demo reads bytes and divides its text itself: set no tokenizer.kind"),
         ("--set model.vocab=255", "unknown key 'model.vocab'; did you mean 'vocab_size'?"),
         ("--ranks-per-island two", "--ranks-per-island 'two' is not a number, nor numbers such as 2,1,1"),
         ("--ranks-per-island 2,,1", "--ranks-per-island '2,,1' is not a number, nor numbers such as 2,1,1"),

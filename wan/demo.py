@@ -112,7 +112,7 @@ def run(demo: Demo, console: Console) -> Report:
     config = settings(demo)
     demo = demo.under(config.value)
     check_model(config.value)
-    text = packed_text(demo.text, config.value.model)
+    text = packed_text(demo.text, config.value.model, Bytes())
     text.check([0], len(demo.ranks), demo.sequences)
     prepare(demo, config.value)
     begun = time.monotonic()
@@ -147,7 +147,9 @@ def settings(demo: Demo) -> Resolved[RunConfig]:
 
 
 def check_model(config: RunConfig) -> None:
-    """Raises `ConfigError` where the model cannot read bytes, or has too few layers for the run's fragments."""
+    """Raises `ConfigError` where the run does not fit the demo's bytes and shards, or has too many fragments."""
+    if config.tokenizer.kind != "bytes" or config.shards.count:
+        raise ConfigError("the demo reads bytes and divides its text itself: set no tokenizer.kind and no shards.count")
     check_vocabulary(config.model.vocab_size)
     with torch.device("meta"):
         tensors = named_tensors(Decoder(config=config.model))

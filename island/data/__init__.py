@@ -10,7 +10,7 @@ from island.data.loader import Batches
 from island.data.packing import Packed
 from island.data.shards import assign
 from island.data.streams import Stream
-from island.data.tokenizers import Bytes, HuggingFace, Tokenizer, check_vocabulary
+from island.data.tokenizers import Bytes, HuggingFace, Tokenizer, check_vocabulary, named
 
 __all__ = [
     "Batches",
@@ -25,6 +25,7 @@ __all__ = [
     "check_shards",
     "check_vocabulary",
     "merge",
+    "named",
     "open_batches",
     "open_data",
     "packed_text",

@@ -13,7 +13,7 @@ from island.data.packing import Packed, Part
 from island.data.shards import first_cursor
 from island.data.sources import mapped
 from island.data.streams import Stream
-from island.data.tokenizers import load
+from island.data.tokenizers import Tokenizer, load
 
 
 def open_data(data: DataConfig, model: ModelConfig, tokenizer: TokenizerConfig) -> Packed | Stream:
@@ -75,8 +75,16 @@ def open_batches(
     return Batches(source, first, shards=shards, seed=run.run.seed, data=island.data, rank=rank, ranks=ranks, pin=pin)
 
 
-def packed_text(paths: tuple[str, ...], model: ModelConfig) -> Packed:
-    """Text files or folders, read as bytes, with the share of held-out text that is usual."""
-    found = open_data(DataConfig(text=paths), model, TokenizerConfig())
-    assert isinstance(found, Packed)
-    return found
+def packed_text(paths: tuple[str, ...], model: ModelConfig, tokenizer: Tokenizer) -> Packed:
+    """Text files or folders, with the share of held-out text that is usual.
+
+    Raises:
+        InputError: the text is missing or too little.
+    """
+    data = DataConfig(text=paths)
+    return Packed(
+        [tokenised(data, tokenizer)],
+        sequence_length=model.sequence_length,
+        held_out=data.held_out,
+        vocabulary=tokenizer.vocabulary,
+    )

@@ -111,17 +111,28 @@ def load(config: TokenizerConfig, vocab_size: int, elsewhere: str = "") -> Token
         ConfigError: another tokenizer than the run's, or one with more tokens than the model.
         EnvironmentFault, InputError: it cannot be loaded.
     """
-    if config.kind == "bytes":
-        check_vocabulary(vocab_size)
-        return Bytes()
-    name = elsewhere or config.name
-    tokenizer = HuggingFace(name, config.end)
-    if tokenizer.digest != config.digest:
+    name = elsewhere or config.name if config.kind == "hf" else ""
+    tokenizer = named(name, vocab_size, config.end)
+    if name and tokenizer.digest != config.digest:
         raise ConfigError(
             f"the tokenizer {name} has the digest {tokenizer.digest[:16]}, and the run's tokenizer.digest is "
             f"{config.digest[:16]}: copy the run's tokenizer here and name it in data.tokenizer (and have the same "
             "version of the library tokenizers)"
         )
+    return tokenizer
+
+
+def named(name: str, vocab_size: int, end: str = "") -> Tokenizer:
+    """Bytes where `name` is empty, else the library's tokenizer of that name.
+
+    Raises:
+        ConfigError: it has more tokens than the model, which has `vocab_size`.
+        EnvironmentFault, InputError: it cannot be loaded.
+    """
+    if not name:
+        check_vocabulary(vocab_size)
+        return Bytes()
+    tokenizer = HuggingFace(name, end)
     if tokenizer.vocabulary > vocab_size:
         raise ConfigError(
             f"model.vocab_size ({vocab_size}) is below the {tokenizer.vocabulary} tokens of the tokenizer {name}: "

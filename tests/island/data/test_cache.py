@@ -101,9 +101,7 @@ def test_a_second_process_waits_and_not_for_ever(data: DataConfig) -> None:
     [lock] = Path(data.cache_dir).glob("*.lock")
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(
-            DeadlineExceeded, match=r"has been tokenising .* raise data\.prepare_timeout_s"
-        ):
+        with pytest.raises(DeadlineExceeded, match=r"has been tokenising .* raise data\.prepare_timeout_s"):
             text(data.model_copy(update={"prepare_timeout_s": 0.01}), Counting())
     assert text(data, Counting()) == WHOLE
 

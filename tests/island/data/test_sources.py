@@ -16,7 +16,7 @@ from diloco.config import ModelConfig
 from diloco.config_tokenizer import TokenizerConfig
 from diloco.errors import InputError
 from island.config_data import DataConfig
-from island.data import Packed, open_data, packed_text
+from island.data import Bytes, Packed, open_data, packed_text
 from island.data.sources import check, documents, mapped
 
 
@@ -61,7 +61,7 @@ def test_no_source_is_the_standard_library() -> None:
     assert sum(map(len, texts)) > 5_000_000
     assert any("class Random(_random.Random):" in text for text in texts)
     assert texts == read()
-    first = packed_text((), ModelConfig())
+    first = packed_text((), ModelConfig(), Bytes())
     assert bytes(first.train(np.array([0]))[0][0].tolist()).decode() == "\n\n".join(texts)[:64]
 
 
@@ -114,9 +114,7 @@ def test_parquet_comes_back(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert read(parquet=(str(tmp_path),), field="body") == texts
     assert read(parquet=(str(tmp_path / "a.parquet"),), field="large") == texts
-    with pytest.raises(
-        InputError, match=r"a\.parquet has no column 'text', but \['body', 'n', 'large'\]: set"
-    ):
+    with pytest.raises(InputError, match=r"a\.parquet has no column 'text', but \['body', 'n', 'large'\]: set"):
         read(parquet=(str(tmp_path),))
     with pytest.raises(InputError, match=r"a\.parquet has int64 in 'n', not text: correct data\.field"):
         read(parquet=(str(tmp_path),), field="n")

@@ -37,7 +37,7 @@ def epoch(source: Stream, shard: int, shards: int, place: Place | None = None) -
     """The rest of an epoch of a shard: the places and rows."""
     begin = place or Place(shard=shard)
     rows = source.read(begin, shards)
-    out = []
+    out: list[tuple[Place, Any]] = []
     for at, row in rows:
         if at.epoch > begin.epoch:
             return out

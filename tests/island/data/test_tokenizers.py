@@ -85,9 +85,7 @@ def test_islands_with_other_files_are_refused(tmp_path: Path, file: str) -> None
     copy.write_bytes(Path(file).read_bytes())
     assert load(agreed, 300, str(copy)).digest == agreed.digest
     other = train(tmp_path / "other" / "tokenizer.json", size=290)
-    with pytest.raises(
-        ConfigError, match=r"other.tokenizer\.json has the digest .*data\.tokenizer"
-    ):
+    with pytest.raises(ConfigError, match=r"other.tokenizer\.json has the digest .*data\.tokenizer"):
         load(agreed, 300, other)
     with pytest.raises(ConfigError, match=r"model\.vocab_size \(299\) is below the 300 tokens .*model\.vocab_size=300"):
         load(agreed, 299)
