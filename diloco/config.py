@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from diloco.config_inner import InnerConfig as InnerConfig
 from diloco.config_model import MODEL_PRESETS
 from diloco.config_model import ModelConfig as ModelConfig
+from diloco.config_tokenizer import ShardsConfig, TokenizerConfig
 from diloco.errors import ConfigError
 from diloco.settings import (
     Decay,
@@ -88,8 +89,6 @@ class RunSection(Settings):
     def coordinator_count(self) -> int:
         """Coordinators among which the fragments of the run are spread."""
         return max(1, len(self.coordinators))
-
-
 
 
 class SyncConfig(Settings):
@@ -286,6 +285,8 @@ class RunConfig(Settings):
 
     run: RunSection
     model: ModelConfig = ModelConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    shards: ShardsConfig = ShardsConfig()
     inner: InnerConfig = InnerConfig()
     sync: SyncConfig = SyncConfig()
     outer: OuterConfig = OuterConfig()

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from diloco.settings import NonNegative, Positive, Resolved, Seconds, Settings, parse, resolve
 from diloco.tls import TLS
+from island.config_data import DataConfig, EvalConfig
 from island.config_mesh import MemoryConfig, MeshConfig
 
 PROGRESS = "progress"
@@ -63,33 +64,8 @@ class TLSConfig(Settings):
         return TLS(**self.model_dump()) if self.cert else None
 
 
-class DataConfig(Settings):
-    text: tuple[str, ...] = ()
-    """Files or folders of text. Empty: the sources of the Python standard library."""
-    shard: NonNegative = 0
-    """Which of `shards` disjoint parts of the training text this island reads."""
-    shards: Positive = 1
-    """Number of parts; usually the number of islands."""
-    held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
-    """Share of the text that no island trains on; the outer parameters are evaluated on it."""
-    batch_sequences: Positive = 16
-    """Sequences per inner step of the whole island; its ranks share them out evenly (`mesh`, `memory.accumulate`)."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> DataConfig:
-        if self.shard >= self.shards:
-            raise ValueError(
-                f"data.shard ({self.shard}) must be below data.shards ({self.shards}): "
-                f"set data.shard={self.shards - 1} or data.shards={self.shard + 1}"
             )
         return self
-
-
-class EvalConfig(Settings):
-    every_steps: NonNegative = 0
-    """Inner steps between two evaluations of the outer parameters on the held-out text; 0: never."""
-    sequences: Positive = 64
-    """Held-out sequences per evaluation."""
 
 
 class MetricsConfig(Settings):

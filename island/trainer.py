@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from diloco.config import RunConfig
 from diloco.errors import DivergedError
 from island.config import IslandConfig
-from island.data import ByteText
+from island.data import Batches, Packed, Stream
 from island.group import Group
 from island.metrics import Metrics
 from island.optimizers import build, set_rates
@@ -33,7 +33,8 @@ class Trainer:
     run: RunConfig
     island: IslandConfig
     engine: Engine
-    text: ByteText
+    text: Packed | Stream
+    batches: Batches
     metrics: Metrics
     site: Session | None
     stop: Callable[[], bool]
@@ -46,9 +47,7 @@ class Trainer:
         """
         group, inner, steps, engine = Group(), self.run.inner, self.run.run.steps, self.engine
         optimizer = build(engine.model, inner)
-        share = self.island.data.batch_sequences // engine.data_ranks
-        rows = slice(engine.data_rank * share, (engine.data_rank + 1) * share)
-        data, every = self.island.data, self.island.metrics.every_steps
+        every = self.island.metrics.every_steps
         begun, evaluate = time.monotonic(), self.island.eval.every_steps
         if self.site:
             self.site.optimizer = optimizer
@@ -58,9 +57,7 @@ class Trainer:
                 return "asked to stop"
             step += 1
             set_rates(optimizer, step, steps, inner)
-            inputs, targets = self.text.train_batch(
-                step - 1, data.shard, data.shards, data.batch_sequences, self.run.run.seed, rows
-            )
+            inputs, targets = self.batches.next()
             loss = engine.step(inputs, targets)
             optimizer.step()
             optimizer.zero_grad()
@@ -74,6 +71,7 @@ class Trainer:
             if value is not None and self._finite(value, step):
                 rate = tokens * engine.data_ranks / (time.monotonic() - begun)
                 self._report(step, value, rate, tokens * engine.data_ranks)
+                self.metrics.record("data", step=step, places=str(self.batches.together(group)))
             if evaluate and step % evaluate == 0:
                 self._evaluate(step, tokens * engine.data_ranks, group)
         return "finished"
@@ -110,7 +108,7 @@ class Trainer:
 
 def held_out_loss(
     engine: Engine,
-    text: ByteText,
+    text: Packed | Stream,
     sequences: int,
     group: Group,
     within: AbstractContextManager[object],

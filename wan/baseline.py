@@ -155,7 +155,7 @@ def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
     """Trains to the end of the run; DDP where there are several ranks."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from island.data import ByteText, corpus
+    from island.data import open_batches, open_data
     from island.group import Group
     from island.metrics import JsonLines, Metrics
     from island.model import allocate, build_meta, fill
@@ -168,14 +168,18 @@ def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
     if group.size > 1:
         model = DistributedDataParallel(model)
     engine = Engine.around(model, device, run, group)
-    text = ByteText(corpus(config.data.text), sequence_length=run.model.sequence_length, held_out=config.data.held_out)
+    text = open_data(config.data, run.model, run.tokenizer)
     sink = partial(JsonLines, Path(config.metrics.dir) / f"{config.island.id}.jsonl")
-    with Metrics([sink] if group.rank == 0 else [], config.metrics.queue_records) as metrics:
+    with (
+        Metrics([sink] if group.rank == 0 else [], config.metrics.queue_records) as metrics,
+        open_batches(text, run, config, rank=engine.data_rank, ranks=engine.data_ranks) as batches,
+    ):
         trainer = Trainer(
             run=run,
             island=config,
             engine=engine,
             text=text,
+            batches=batches,
             metrics=metrics,
             site=None,
             stop=lambda: False,
