@@ -19,7 +19,14 @@ pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip insta
 from island.hooks.lightning import DiLoCoCallback  # noqa: E402
 
 WIDTH, BATCH = 5, 4
-QUIET = [f"ignore:{start}" for start in (".*dataloader.* does not have many workers", ".*`LightningModule` hooks")]
+QUIET = [
+    f"ignore:{start}"
+    for start in (
+        ".*dataloader.* does not have many workers",
+        "Be aware that when using `ckpt_path`",
+        "You.re resuming",
+    )
+]
 pytestmark = [
     pytest.mark.filterwarnings(line) for line in (*QUIET, "ignore::DeprecationWarning", "ignore::FutureWarning")
 ]
@@ -67,11 +74,11 @@ def batches(count: int) -> Any:
 
 def fit(folder: Path, callback: DiLoCoCallback, module: Module | None = None, **options: Any) -> tuple[Any, Module]:
     module = module or Module()
-    checkpoint = options.pop("ckpt_path", None)
+    checkpoint, more = options.pop("ckpt_path", None), options.pop("more", [])
     trainer = pl.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
-        callbacks=[callback],
+        callbacks=[callback, *more],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -103,7 +110,7 @@ def test_lightning_and_a_plain_loop_end_with_the_same_bits(tmp_path: Path) -> No
     assert alike(module.validated[-1], last)
     assert alike(module.validated[1], module.trained[0]), "the anchor, until the first sync"
     assert not alike(module.validated[1], module.trained[2]), "training went on from its own parameters"
-    assert float(module.own) != 0, "what is no part of the run is trained too"
+    assert module.own.item() != 0, "what is no part of the run is trained too"
     assert (members["lightning"].standing, members["lightning"].reason) == (Standing.LEFT, "finished")
 
 
@@ -113,16 +120,7 @@ def test_it_leaves_where_training_raises_and_comes_back_at_the_runs_step(tmp_pat
         module.broken_at = EVERY + 1
         keep = pl.callbacks.ModelCheckpoint(dirpath=saved, every_n_train_steps=EVERY)
         with pytest.raises(RuntimeError, match="broken"):
-            both = joining(host.address)
-            trainer = pl.Trainer(
-                accelerator="cpu",
-                callbacks=[both, keep],
-                logger=False,
-                max_steps=100,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            trainer.fit(module, batches(40))
+            fit(tmp_path, joining(host.address), module, more=[keep], enable_checkpointing=True)
         assert host.ask(lambda run: run.state.members["lightning"].reason) == "RuntimeError: broken"
         at_sync, again = outer(host), joining(host.address)
         [checkpoint] = saved.iterdir()
