@@ -43,11 +43,14 @@ def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {"plain_loop", *NEEDS}
 
 
+RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (["plain_loop"], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "plain_loop"]),
-        (["hf_trainer"], ["hf_trainer"]),
+        (["plain_loop"], [*RANKS, "plain_loop"]),
+        (["hf_trainer"], [*RANKS, "hf_trainer"]),
         (["lightning_module"], ["plain_loop"]),
     ],
     ids=["plain_loop", "hf_trainer", "lightning_module"],
