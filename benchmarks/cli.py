@@ -215,12 +215,25 @@ def _islands(parameters: int) -> Iterator[Record]:
     yield from (Record(**row) for row in records(parameters))
 
 
+@bench.command()
+@click.option("--dim", type=click.IntRange(64), default=256, show_default=True, metavar="N", help="Width of the model.")
+@click.option(
+    "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Of the island; 2 or more are FSDP."
+)
+@_measures
+def overhead(say: Say, threads: int, dim: int, ranks: int) -> Records:
+    """A training step of an island that does not sync, beside one outside of any run; and what memory it takes."""
+    from benchmarks.overhead import measure
+
+    return measure(dim, ranks=ranks, threads=threads, say=say)
+
+
 @bench.command("all")
 @click.option("--elements", type=click.IntRange(1), metavar="N", help="fp32 values of each; its own default else.")
 @_measures
 def everything(say: Say, threads: int, elements: int | None) -> Iterator[Record]:
     """All of them on this machine, one after the other; transport and sync plain and over TLS."""
-    from benchmarks import codec, outer, sync, transport
+    from benchmarks import codec, outer, overhead, sync, transport
 
     large, small = elements or 64 * 2**20, elements or 16 * 2**20
     yield from codec.measure(large)
@@ -228,4 +241,5 @@ def everything(say: Say, threads: int, elements: int | None) -> Iterator[Record]
     for secure in (False, True):
         yield from transport.measure(max(2, small // 2**18), encrypted=secure)
         yield from sync.measure(large, threads=threads, encrypted=secure, say=say)
+    yield from overhead.measure(say=say)
     yield from _islands(min(small, 4 * 2**20))

@@ -64,10 +64,6 @@ class TLSConfig(Settings):
         return TLS(**self.model_dump()) if self.cert else None
 
 
-            )
-        return self
-
-
 class MetricsConfig(Settings):
     dir: str = ""
     """Folder of `<island>.jsonl`, the record of this island; empty writes none."""

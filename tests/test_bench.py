@@ -59,6 +59,13 @@ def test_a_sync_is_measured_by_stages_and_as_a_whole(tmp_path: Path) -> None:
     assert ["held to" in record["name"] for record in held] == [True, True]
 
 
+def test_taking_part_is_measured_beside_a_bare_loop(tmp_path: Path) -> None:
+    step, edge, memory = measured(tmp_path, "overhead", "--dim", "64", "--ranks", "2")
+    assert (step["unit"], memory["unit"]) == ("s", "MiB")
+    assert edge["limit"] == step["limit"]
+    assert edge["value"] < step["value"]
+
+
 def test_a_link_is_measured_between_two_that_know_each_other(tmp_path: Path) -> None:
     tls = Authority(tmp_path).issue("bench")
     files = ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca]

@@ -32,9 +32,9 @@ def commands() -> list[str]:
     return found
 
 
-def blocks(language: str) -> list[str]:
-    """Every fenced block of a language in the README."""
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    """Every fenced block of a language in a page."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("line", commands())
@@ -74,8 +74,9 @@ def test_settings_of_the_data_page_are_correct() -> None:
 
 
 def test_python_compiles() -> None:
-    for block in blocks("python"):
-        compile(block, "README", "exec")
+    for page in ("README.md", "docs/library.md"):
+        for block in blocks("python", page):
+            compile(block, page, "exec")
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="needs the openssl command")
