@@ -24,6 +24,7 @@ from island.session import Session
 
 log = logging.getLogger("diloco.island")
 EVAL_BATCH = 32
+ASKED = "asked to stop"
 
 
 @dataclass(kw_only=True)
@@ -59,7 +60,7 @@ class Trainer:
         tokens = step = 0
         while (step := self.site.at_step if self.site else step) < steps:
             if any(row[0] for row in group.numbers([self.stop()])):
-                return "asked to stop"
+                return ASKED
             step += 1
             for parameters in optimizer.param_groups:
                 parameters["lr"] = learning_rate(step, steps, inner)

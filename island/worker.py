@@ -22,7 +22,7 @@ from island.group import Group
 from island.link import Link
 from island.metrics import JsonLines, Metrics, Sink, Wandb
 from island.session import join
-from island.trainer import Trainer
+from island.trainer import ASKED, Trainer
 
 log = logging.getLogger("diloco.island")
 STEP_EDGE_S = 3
@@ -32,7 +32,7 @@ STEP_EDGE_S = 3
 def main(path: str) -> int:
     """Runs one rank with the settings in `path`. Returns its exit code."""
     departure = Departure()
-    config = load_island(Path(path).read_text(encoding="utf-8"), path).value
+    config = load_island(Path(path).read_text(encoding="utf-8"), path).value.of(int(os.environ["GROUP_WORLD_SIZE"]))
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
         stream=sys.stderr,
@@ -53,7 +53,7 @@ def main(path: str) -> int:
 
 
 class Departure:
-    """Whether this rank was asked to leave, by SIGTERM or SIGINT.
+    """Whether this rank was asked to leave, by SIGTERM, SIGINT or SIGUSR1.
 
     Until it trains it leaves at once, from whatever it waits for. Once it trains, all ranks leave together at a step
     edge; where none comes soon, because a round is not ending, it leaves at once too.
@@ -61,7 +61,7 @@ class Departure:
 
     def __init__(self) -> None:
         self.asked = self.training = False
-        for which in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        for which in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
             signal.signal(which, self._ask)
 
     def _ask(self, number: int, frame: object) -> None:
@@ -125,7 +125,8 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
         site.leave(reason)
         log.info("left: %s", reason)
     dist.destroy_process_group()
-    return 0
+    others_left = reason == ASKED and not departure.asked
+    return ExitCode.RESIZED if others_left else ExitCode.OK
 
 
 def _served_run(config: IslandConfig) -> bytes:
