@@ -101,6 +101,7 @@ def launch(config: IslandConfig, settings: Path, logs: Path, restarts: Restarts)
         **({"is_host": True} if alone else {}),
     )
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SIGNALS
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # shared, torch 2.13 does not tell later nodes where it is
     handler = registry.get_rendezvous_handler(parameters)
     spec = WorkerSpec(
         role="rank",

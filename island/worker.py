@@ -97,7 +97,8 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
         ) as site,
     ):
         site.record, site.progressed = metrics.record, progress.touch
-        log.info("run %s, epoch %d, from step %d", site.run_id, site.epoch, site.at_step)
+        ranks = f"{group.size} rank" + "s" * (group.size > 1)
+        log.info("run %s, epoch %d, from step %d, %s", site.run_id, site.epoch, site.at_step, ranks)
         trainer = Trainer(
             run=run,
             island=config,
