@@ -64,7 +64,7 @@ def test_nodes_come_and_go(tmp_path: Path) -> None:
         hand.islands["spare"].signal(signal.SIGTERM)
         assert hand.islands["spare"].wait() == ExitCode.OK
         wait_until(lambda: nodes.worlds() == [1, 2, 2, 1], "one node goes on")
-        assert diloco_here("stop", hand.address).code == 0
+        assert diloco_here("stop", hand.address, "--yes").code == 0
         assert hand.islands["first"].wait() == ExitCode.OK, hand.islands["first"].output
     assert diloco_here("ledger", "verify", str(tmp_path / "state")).code == 0
 
