@@ -135,6 +135,7 @@ class ExitCode:
     ENVIRONMENT: ClassVar[int] = 6
     DIVERGED: ClassVar[int] = 7
     AGAIN: ClassVar[int] = 75
+    RESIZED: ClassVar[int] = 76
     INTERRUPTED: ClassVar[int] = 130
 
 

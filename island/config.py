@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from diloco.settings import NonNegative, Positive, Resolved, Seconds, Settings, parse, resolve
 from diloco.tls import TLS
 from island.config_data import DataConfig, EvalConfig
 from island.config_mesh import MemoryConfig, MeshConfig
+from island.config_nodes import NodesConfig, PreemptionConfig
 
 PROGRESS = "progress"
 """File beside the settings of ranks; it says to the daemon that updates were applied."""
@@ -85,6 +86,8 @@ class IslandConfig(Settings):
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
+    nodes: NodesConfig = NodesConfig()
+    preemption: PreemptionConfig = PreemptionConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> IslandConfig:
@@ -98,7 +101,37 @@ class IslandConfig(Settings):
                 f"data.batch_sequences ({batch}) must be a multiple of {least}, the product of {', '.join(parts)}: "
                 f"set data.batch_sequences={batch + least - batch % least}"
             )
+        self._check_nodes()
         return self
+
+    def _check_nodes(self) -> None:
+        """Raises `ValueError` where some number of nodes that may train cannot."""
+        ranks, nodes = self.mesh.ranks, self.nodes
+        if ranks % nodes.most:
+            raise ValueError(
+                f"mesh.ranks ({ranks}) must be a multiple of nodes.most ({nodes.most}), as every node has as many: "
+                f"set mesh.ranks={ranks + nodes.most - ranks % nodes.most}"
+            )
+        for count in range(nodes.least, nodes.most):
+            try:
+                self.of(count)
+            except ValidationError as error:
+                why = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(
+                    f"nodes.least ({nodes.least}) lets the island train on {count} of {nodes.most} nodes, and it "
+                    f"cannot: with mesh.ranks={ranks // nodes.most * count}, {why}; or raise nodes.least"
+                ) from None
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of one node."""
+        return self.mesh.ranks // self.nodes.most
+
+    def of(self, nodes: int) -> IslandConfig:
+        """The settings of the island while so many of its nodes train. Raises `ValidationError` where they cannot."""
+        settings = self.model_dump()
+        settings["mesh"]["ranks"] = self.ranks_here * nodes
+        return IslandConfig.model_validate({**settings, "nodes": {}})
 
 
 def load_island(text: str, source: str, overrides: Sequence[str] = ()) -> Resolved[IslandConfig]:

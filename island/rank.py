@@ -6,6 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
+
+from diloco.errors import ExitCode
 
 _PR_SET_PDEATHSIG = 1
 
@@ -17,7 +20,11 @@ def main() -> int:
         return 0  # the daemon ended before this rank began
     from island.worker import main as work
 
-    return work(sys.argv[1])
+    try:
+        return work(sys.argv[1])
+    except Exception:  # noqa: BLE001 - Python would end with 1, which means that another attempt is of no use
+        traceback.print_exc()
+        return ExitCode.INTERNAL
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from island.session import Session
 
 log = logging.getLogger("diloco.island")
 EVAL_BATCH = 32
+ASKED = "asked to stop"
 
 
 @dataclass(kw_only=True)
@@ -54,7 +55,7 @@ class Trainer:
         tokens = step = 0
         while (step := self.site.at_step if self.site else step) < steps:
             if any(row[0] for row in group.numbers([self.stop()])):
-                return "asked to stop"
+                return ASKED
             step += 1
             set_rates(optimizer, step, steps, inner)
             inputs, targets = self.batches.next()

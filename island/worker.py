@@ -23,7 +23,7 @@ from island.link import Link
 from island.metrics import JsonLines, Metrics, Sink, Wandb
 from island.parallel import assemble
 from island.session import join
-from island.trainer import Trainer
+from island.trainer import ASKED, Trainer
 
 log = logging.getLogger("diloco.island")
 STEP_EDGE_S = 3
@@ -33,7 +33,7 @@ STEP_EDGE_S = 3
 def main(path: str) -> int:
     """Runs one rank with the settings in `path`. Returns its exit code."""
     departure = Departure()
-    config = load_island(Path(path).read_text(encoding="utf-8"), path).value
+    config = load_island(Path(path).read_text(encoding="utf-8"), path).value.of(int(os.environ["GROUP_WORLD_SIZE"]))
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
         stream=sys.stderr,
@@ -54,7 +54,7 @@ def main(path: str) -> int:
 
 
 class Departure:
-    """Whether this rank was asked to leave, by SIGTERM or SIGINT.
+    """Whether this rank was asked to leave, by SIGTERM, SIGINT or SIGUSR1.
 
     Until it trains it leaves at once, from whatever it waits for. Once it trains, all ranks leave together at a step
     edge; where none comes soon, because a round is not ending, it leaves at once too.
@@ -62,7 +62,7 @@ class Departure:
 
     def __init__(self) -> None:
         self.asked = self.training = False
-        for which in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        for which in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
             signal.signal(which, self._ask)
 
     def _ask(self, number: int, frame: object) -> None:
@@ -107,7 +107,8 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
         ) as batches,
     ):
         site.record, site.progressed = metrics.record, progress.touch
-        log.info("run %s, epoch %d, from step %d", site.run_id, site.epoch, site.at_step)
+        ranks = f"{group.size} rank" + "s" * (group.size > 1)
+        log.info("run %s, epoch %d, from step %d, %s", site.run_id, site.epoch, site.at_step, ranks)
         trainer = Trainer(
             run=run,
             island=config,
@@ -135,7 +136,8 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
         site.leave(reason)
         log.info("left: %s", reason)
     dist.destroy_process_group()
-    return 0
+    others_left = reason == ASKED and not departure.asked
+    return ExitCode.RESIZED if others_left else ExitCode.OK
 
 
 def _served_run(config: IslandConfig) -> bytes:

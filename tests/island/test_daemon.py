@@ -1,76 +1,105 @@
-"""When the daemon starts ranks again, and when it gives up."""
+"""What ends a daemon: its run, a signal, a notice, ranks that failed too often; and nodes that cannot meet."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from diloco.errors import ExitCode
-from island import daemon
-from island.config import PROGRESS, IslandConfig, load_island
+from island import daemon, elastic
+from island.config import IslandConfig, load_island
+from island.restarts import GivenUp, Restarts
 
-Script = Callable[[list[tuple[int, bool]]], tuple[int, list[float], int]]
+Work = Callable[[Restarts], int]
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    """Runs a daemon whose ranks end with these (exit code, whether an update was applied); returns its exit code, how
-    long it rested each time, and how many starts are left over."""
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """Runs a daemon of which each launch does the next of these."""
 
-    def run(ends: list[tuple[int, bool]]) -> tuple[int, list[float], int]:
-        rests: list[float] = []
+    def play(*launches: Work, settings: str = "") -> int:
+        left = list(launches)
 
-        def launch(config: IslandConfig, settings: Path, logs: Path) -> int:
-            code, progress = ends.pop(0)
-            assert not settings.with_name(PROGRESS).exists()
-            if progress:
-                settings.with_name(PROGRESS).touch()
-            return code
+        def launch(config: IslandConfig, path: Path, logs: Path, restarts: Restarts) -> int:
+            assert load_island(path.read_text(), "the ranks' settings").value == config
+            return left.pop(0)(restarts)
 
-        monkeypatch.setattr(daemon, "_launch", launch)
-        monkeypatch.setattr(daemon.time, "sleep", rests.append)
-        monkeypatch.setattr(daemon.random, "uniform", lambda low, high: high)
-        config = load_island('[island]\nid = "x"\nmax_restarts = 2\n', "the test").value
-        return daemon.run(config), rests, len(ends)
+        monkeypatch.setattr(elastic, "launch", launch)
+        config = load_island(f'[island]\nid = "x"\nmax_restarts = 2\n{settings}', "the test").value
+        code = daemon.run(config)
+        assert not left
+        return code
 
+    handlers = {which: signal.getsignal(which) for which in daemon.ASKED}
     with monkeypatch.context():
         for name in ("DILOCO_DAEMON_PID", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
             monkeypatch.setenv(name, "1")
-        yield run
+        monkeypatch.setattr(daemon.time, "sleep", lambda seconds: None)
+        yield play
+    for which, handler in handlers.items():
+        signal.signal(which, handler)
 
 
-def test_a_crash_that_repeats_ends_the_island(play: Script) -> None:
-    assert play([(5, False)] * 9) == (5, [1.0, 2.0], 6)
+def receive(which: signal.Signals) -> Work:
+    """A launch during which a signal comes."""
+
+    def work(restarts: Restarts) -> int:
+        os.kill(os.getpid(), which)
+        signal.pause()
+        return ExitCode.INTERNAL
+
+    return work
 
 
-def test_failures_count_from_the_last_update(play: Script) -> None:
-    ends = [(5, False), (75, False), (5, True), (5, False), (5, True), (5, False), (5, False), (0, True)]
-    assert play(ends) == (5, [1.0, 2.0, 1.0, 2.0, 1.0, 2.0], 1)
+def give_up(restarts: Restarts) -> int:
+    raise GivenUp(ExitCode.DIVERGED)
 
 
-@pytest.mark.parametrize("code", [*daemon.FINAL, ExitCode.OK, ExitCode.INTERRUPTED])
-def test_an_end_that_another_attempt_would_meet_again_is_the_end(code: int, play: Script) -> None:
-    assert play([(code, False), (0, False)]) == (code, [], 1)
+def lose(restarts: Restarts) -> int:
+    raise RendezvousConnectionError("the host is gone")
 
 
-@pytest.mark.parametrize(("which", "code"), [(signal.SIGTERM, ExitCode.OK), (signal.SIGINT, ExitCode.INTERRUPTED)])
-def test_a_signal_ends_a_rest(which: signal.Signals, code: int, play: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    def received(failures: int) -> int:
-        raise SignalException("received", which)
-
-    monkeypatch.setattr(daemon, "_rest", received)
-    assert play([(5, False), (0, False)]) == (code, [], 1)
+def end(restarts: Restarts) -> int:
+    return ExitCode.OK
 
 
-def test_rests_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    rests: list[float] = []
-    monkeypatch.setattr(daemon.time, "sleep", rests.append)
-    for failures in (1, 5, 100):
-        daemon._rest(failures)
-    assert 0.5 <= rests[0] <= 1.0
-    assert 8.0 <= rests[1] <= 16.0
-    assert 30.0 <= rests[2] <= 60.0
+def test_a_run_that_is_complete(run: Callable[..., int]) -> None:
+    assert run(end) == ExitCode.OK
+
+
+def test_ranks_that_failed_too_often(run: Callable[..., int]) -> None:
+    assert run(give_up) == ExitCode.DIVERGED
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_leave(which: signal.Signals, run: Callable[..., int]) -> None:
+    assert run(receive(which)) == ExitCode.OK
+
+
+def test_an_interrupt(run: Callable[..., int]) -> None:
+    assert run(receive(signal.SIGINT)) == ExitCode.INTERRUPTED
+
+
+def test_a_notice_has_the_island_leave(run: Callable[..., int], tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+
+    def wait(restarts: Restarts) -> int:
+        notice.touch()
+        signal.pause()
+        return ExitCode.INTERNAL
+
+    settings = f'[preemption]\nsource = "file:{notice}"\nevery_s = 0.01\n'
+    assert run(wait, settings=settings) == ExitCode.OK
+
+
+def test_a_lost_rendezvous_is_looked_for_again(run: Callable[..., int]) -> None:
+    assert run(lose, lose, end) == ExitCode.OK
+
+
+def test_a_rendezvous_that_stays_lost_ends_the_island(run: Callable[..., int]) -> None:
+    assert run(lose, lose, lose) == ExitCode.TIMEOUT

@@ -34,10 +34,10 @@ from diloco.errors import (
 from diloco.layout import Layout, TensorSpec
 from diloco.replica import Held, Replica
 from diloco.v1 import coordinator_pb2 as pb
-from island.daemon import FINAL
 from island.lease import Lease
 from island.link import Link
 from island.optimizers import build
+from island.restarts import FINAL
 from island.seat import REJOINS
 from island.session import Session, join
 from tests.processes import free_port, wait_until
