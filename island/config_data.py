@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from diloco.config import NonNegative, Positive, Seconds
+from diloco.settings import NonNegative, Positive, Seconds
 from diloco.settings import Settings
 
 PLACE = r"^[0-9]+(@[0-9]+:[0-9]+(:[0-9]+:[0-9]+)?)?$"

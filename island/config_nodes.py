@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from diloco.config import Positive, Seconds
+from diloco.settings import Positive, Seconds
 from diloco.settings import Settings
 
 
