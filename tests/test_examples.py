@@ -53,7 +53,7 @@ RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         (["hf_trainer"], [*RANKS, "hf_trainer"]),
         (["lightning_module"], ["plain_loop"]),
     ],
-    ids=["plain_loop", "hf_trainer", "lightning_module"],
+    ids=["plain_loop-ddp", "hf_trainer-ddp", "lightning_module"],
 )
 def test_two_islands_end_with_the_same_bits(tmp_path: Path, first: list[str], second: list[str]) -> None:
     for needed in {NEEDS[name] for name in (first[-1], second[-1]) if name in NEEDS}:
@@ -63,8 +63,8 @@ def test_two_islands_end_with_the_same_bits(tmp_path: Path, first: list[str], se
     config = load_run(text, "run.toml", ["rounds.start_islands=2", "rounds.quorum=2"]).value
     with serving(config, tmp_path) as host:
         islands = [
-            start([*how[:-1], str(EXAMPLES / f"{how[-1]}.py"), host.address, name])
-            for how, name in ((first, "tokyo"), (second, "oslo"))
+            start([*how[:-1], str(EXAMPLES / f"{how[-1]}.py"), host.address, name], **env)
+            for how, name, env in ((first, "tokyo"), (second, "oslo", more))
         ]
         outputs = [ends(island) for island in islands]
         found = [re.findall(r"^\w+: digests (.*)$", output, re.MULTILINE)[0] for output in outputs]
