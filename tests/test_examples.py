@@ -63,8 +63,8 @@ def test_two_islands_end_with_the_same_bits(tmp_path: Path, first: list[str], se
     config = load_run(text, "run.toml", ["rounds.start_islands=2", "rounds.quorum=2"]).value
     with serving(config, tmp_path) as host:
         islands = [
-            start([*how[:-1], str(EXAMPLES / f"{how[-1]}.py"), host.address, name], **env)
-            for how, name, env in ((first, "tokyo"), (second, "oslo", more))
+            start([*how[:-1], str(EXAMPLES / f"{how[-1]}.py"), host.address, name])
+            for how, name in ((first, "tokyo"), (second, "oslo"))
         ]
         outputs = [ends(island) for island in islands]
         found = [re.findall(r"^\w+: digests (.*)$", output, re.MULTILINE)[0] for output in outputs]
