@@ -77,7 +77,7 @@ def main() -> None:
     if options["ranks"] > 1:
         from torch.distributed.fsdp import fully_shard
 
-        for block in model.get_submodule("1").children():
+        for block in model[1].children():
             fully_shard(block)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -14,10 +14,10 @@ from tempfile import TemporaryDirectory
 from benchmarks.processes import Worker, coordinator, together
 from benchmarks.record import Record
 
-TURNS = 12
+TURNS = 8
 """The first two warm up."""
 WARM = 2
-STEPS = 20
+STEPS = 10
 ANCHOR_BYTES = 4
 """Of host memory for each parameter, as docs/architecture.md says."""
 RUN = """

@@ -53,7 +53,7 @@ RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         (["hf_trainer"], [*RANKS, "hf_trainer"]),
         (["lightning_module"], ["plain_loop"]),
     ],
-    ids=["plain_loop", "hf_trainer", "lightning_module"],
+    ids=["plain_loop-ddp", "hf_trainer-ddp", "lightning_module"],
 )
 def test_two_islands_end_with_the_same_bits(tmp_path: Path, first: list[str], second: list[str]) -> None:
     for needed in {NEEDS[name] for name in (first[-1], second[-1]) if name in NEEDS}:

@@ -36,7 +36,7 @@ def plain(model: nn.Module, address: str) -> list[str]:
     with island.join(model, optimizer, address, island_id="plain", start_timeout_s=BOUND_S) as site:
         while not site.done:
             optimizer.zero_grad()
-            torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
+            torch.autograd.backward([p.square().sum() for p in model.parameters()])
             optimizer.step()
             site.step()
         return site.digests()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def main(address: str, kind: str, out: str) -> None:
     if "ddp" in kind:
         net = DistributedDataParallel(net)
     if "compiled" in kind:
-        net = torch.compile(net, backend="eager")
+        net = cast(nn.Module, torch.compile(net, backend="eager"))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(0 if kind == "no-cpu" else dist.get_rank())
     with island.join(net, optimizer, address, island_id="ranks") as site:

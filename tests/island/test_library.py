@@ -92,7 +92,7 @@ def test_several_optimizers_are_forgotten_together_where_training_is_not_finite(
         site.step()
         assert all(optimizer.state for optimizer in both)
         with torch.no_grad():
-            net[0].weight.fill_(float("nan"))  # type: ignore[index,union-attr,operator]
+            net[0].weight.fill_(float("nan"))  # type: ignore[index]
         site.step(loss=float("nan"))
         assert (site.rollbacks, [len(optimizer.state) for optimizer in both]) == (1, [0, 0])
         assert all(p.isfinite().all() for p in net.parameters())
@@ -103,14 +103,14 @@ def test_a_gradient_scaler_that_skips_a_step_costs_nothing_but_that(tmp_path: Pa
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
     with serving(config(1), tmp_path) as host, island.join(net, optimizer, host.address, island_id="a") as site:
         while not site.done:
-            before = net[0].weight.clone()  # type: ignore[index,union-attr,operator]
-            scaler.scale(net(torch.ones(BATCH, WIDTH)).square().mean()).backward()  # type: ignore[no-untyped-call]
+            before = net[0].weight.clone()  # type: ignore[index]
+            scaler.scale(net(torch.ones(BATCH, WIDTH)).square().mean()).backward()
             if site.at_step == 1:
-                net[0].weight.grad.fill_(float("inf"))  # type: ignore[index,union-attr]
+                net[0].weight.grad.fill_(float("inf"))  # type: ignore[index]
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            assert torch.equal(before, net[0].weight) == (site.at_step == 1)  # type: ignore[index,arg-type]
+            assert torch.equal(before, net[0].weight) == (site.at_step == 1)  # type: ignore[index]
             site.step()
         assert (site.rounds, site.rollbacks, scaler.get_scale()) == (2, 0, 1.0)
 
@@ -173,7 +173,7 @@ def test_a_schedule_of_a_metric_is_refused() -> None:
 
 def test_parameters_of_few_bits_are_refused_with_what_to_do() -> None:
     net = model()
-    net[2].to(torch.bfloat16)  # type: ignore[index,operator]
+    net[2].to(torch.bfloat16)  # type: ignore[index]
     with pytest.raises(LayoutError, match=r"'2.weight' is torch.bfloat16, .*model.float\(\).*torch.autocast"):
         check(net, [])
 
