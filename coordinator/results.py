@@ -42,6 +42,7 @@ class Progress:
     tokens_per_second: float = 0.0
     loss: float = float("nan")
     outer_loss: float = float("nan")
+    mfu: float = 0.0
     bytes_up: int = 0
     bytes_down: int = 0
     window_bytes: int = FIRST_BYTES

@@ -105,7 +105,7 @@ class Service:
     async def _beat(self, request: pb.HeartbeatRequest) -> None:
         self._run.lease(request.run_id, request.island_id, request.epoch)
         progress = self._run.progress[request.island_id]
-        for name in ("step", "tokens", "tokens_per_second", "loss", "outer_loss", "bytes_up", "bytes_down"):
+        for name in ("step", "tokens", "tokens_per_second", "loss", "outer_loss", "mfu", "bytes_up", "bytes_down"):
             setattr(progress, name, getattr(request, name))
         await self._run.take(rounds.Beat(island=request.island_id, epoch=request.epoch, ready=request.ready))
 

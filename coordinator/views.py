@@ -101,6 +101,7 @@ def _island(run: Run, member: Member) -> pb.IslandStatus:
             tokens_per_second=progress.tokens_per_second,
             loss=progress.loss,
             outer_loss=progress.outer_loss,
+            mfu=progress.mfu,
             bytes_up=progress.bytes_up,
             bytes_down=progress.bytes_down,
             ready=member.ready,

@@ -70,6 +70,9 @@ class MetricsConfig(Settings):
     """Folder of `<island>.jsonl`, the record of this island; empty writes none."""
     every_steps: Positive = 10
     """Inner steps between two records."""
+    peak_tflops: Annotated[float, Field(ge=0)] = 0.0
+    """What one device can do at most, in TFLOP/s, to which MFU is the share; 0 takes the bf16 peak of a GPU that is
+    known, and shows no MFU else."""
     wandb_project: str = ""
     """Weights & Biases project; empty leaves it off. Without an API key it records offline."""
     queue_records: Positive = 10_000

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from diloco.settings import NonNegative, Positive, Seconds
-from diloco.settings import Settings
+from diloco.settings import NonNegative, Positive, Seconds, Settings
 
 PLACE = r"^[0-9]+(@[0-9]+:[0-9]+(:[0-9]+:[0-9]+)?)?$"
 SOURCES = ("text", "jsonl", "parquet", "tokens", "dataset")

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from diloco.settings import Positive, Seconds
-from diloco.settings import Settings
+from diloco.settings import Positive, Seconds, Settings
 
 
 class NodesConfig(Settings):

@@ -56,7 +56,7 @@ class Heart:
         self._thread.start()
 
     def report(self, **progress: float) -> None:
-        """Sets fields of the next beats: step, tokens, loss, outer_loss, bytes_up, bytes_down."""
+        """Sets fields of the next beats: step, tokens, loss, outer_loss, mfu, bytes_up, bytes_down."""
         with self._lock:
             for name, value in progress.items():
                 setattr(self._beat, name, value)

@@ -60,6 +60,7 @@ def _island(i: pb.IslandStatus) -> dict[str, Any]:
         "step": i.progress.step,
         "tokens": i.progress.tokens,
         "tokens_per_second": i.progress.tokens_per_second,
+        "mfu": i.progress.mfu,
         "loss": _known(i.progress.loss),
         "outer_loss": _known(i.progress.outer_loss),
         "bytes_up": i.progress.bytes_up,
@@ -154,13 +155,14 @@ def _table(left: str, right: str) -> Table:
 
 
 def _islands(data: dict[str, Any]) -> Group:
-    table = _table("island state", "epoch ranks step loss tokens/s up down folded dropped")
+    table = _table("island state", "epoch ranks step loss tokens/s MFU up down folded dropped")
     table.columns[1].no_wrap = True
     reasons = []
     for i in data["islands"]:
         loss = "" if i["loss"] is None else f"{i['loss']:.3f}"
+        share = f"{100 * i['mfu']:.1f}%" if i["mfu"] else ""
         style = _STYLES.get(i["state"], "")
-        row = (i["epoch"], i["ranks"], f"{i['step']}/{data['steps']}", loss, f"{i['tokens_per_second']:,.0f}")
+        row = (i["epoch"], i["ranks"], f"{i['step']}/{data['steps']}", loss, f"{i['tokens_per_second']:,.0f}", share)
         size = (decimal(i["bytes_up"]), decimal(i["bytes_down"]))
         counts = (i["contributions"], i["dropped"])
         table.add_row(i["id"], Text(i["state"], style=style), *map(str, (*row, *size, *counts)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from island.data import Batches, Packed, Stream
 from island.group import Group
 from island.metrics import Metrics
 from island.optimizers import build, set_rates
+from island.pace import Pace
 from island.parallel import Engine
 from island.session import Session
 
@@ -38,6 +38,7 @@ class Trainer:
     batches: Batches
     metrics: Metrics
     site: Session | None
+    pace: Pace
     stop: Callable[[], bool]
 
     def train(self) -> str:
@@ -49,7 +50,7 @@ class Trainer:
         group, inner, steps, engine = Group(), self.run.inner, self.run.run.steps, self.engine
         optimizer = build(engine.model, inner)
         every = self.island.metrics.every_steps
-        begun, evaluate = time.monotonic(), self.island.eval.every_steps
+        evaluate = self.island.eval.every_steps
         if self.site:
             self.site.optimizer = optimizer
         tokens = step = 0
@@ -70,8 +71,7 @@ class Trainer:
                 if self.site.leaving:
                     return self.site.leaving
             if value is not None and self._finite(value, step):
-                rate = tokens * engine.data_ranks / (time.monotonic() - begun)
-                self._report(step, value, rate, tokens * engine.data_ranks)
+                self._report(step, value, tokens * engine.data_ranks)
                 self.metrics.record("data", step=step, places=str(self.batches.together(group)))
             if evaluate and step % evaluate == 0:
                 self._evaluate(step, tokens * engine.data_ranks, group)
@@ -83,14 +83,19 @@ class Trainer:
             raise DivergedError(f"the training loss is {loss} at inner step {step}: lower inner.lr", step=step)
         return math.isfinite(loss)
 
-    def _report(self, step: int, loss: float, rate: float, tokens: int) -> None:
+    def _report(self, step: int, loss: float, tokens: int) -> None:
         traffic = self.site.report() if self.site else (0, 0)
+        rate, share = self.pace.so_far(tokens)
+        self.pace.say(step, self.run.run.steps, loss, rate, share)
+        if self.site:
+            self.site.tell(mfu=share)
         self.metrics.record(
             "train",
             step=step,
             loss=loss,
             tokens=tokens,
             tokens_per_second=rate,
+            mfu=share,
             rounds=self.site.rounds if self.site else 0,
             rejoins=self.site.rejoins if self.site else 0,
             rollbacks=self.site.rollbacks if self.site else 0,

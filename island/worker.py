@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from island.data import check_shards, open_batches, open_data
 from island.group import Group
 from island.link import Link
 from island.metrics import JsonLines, Metrics, Sink, Wandb
+from island.pace import Pace
 from island.parallel import assemble
 from island.session import join
 from island.trainer import ASKED, Trainer
@@ -117,6 +119,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             batches=batches,
             metrics=metrics,
             site=site,
+            pace=Pace.of(engine.model, run.model, device, group.size, config.metrics.peak_tflops, time.monotonic),
             stop=lambda: departure.asked,
         )
         departure.training = True

@@ -159,6 +159,7 @@ def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
     from island.group import Group
     from island.metrics import JsonLines, Metrics
     from island.model import allocate, build_meta, fill
+    from island.pace import Pace
     from island.parallel import Engine
     from island.trainer import Trainer, held_out_loss
 
@@ -182,6 +183,7 @@ def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
             batches=batches,
             metrics=metrics,
             site=None,
+            pace=Pace(time.monotonic),
             stop=lambda: False,
         )
         trainer.train()

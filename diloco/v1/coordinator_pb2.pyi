@@ -240,6 +240,7 @@ class HeartbeatRequest(_message.Message):
     BYTES_DOWN_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     OUTER_LOSS_FIELD_NUMBER: _builtins.int
+    MFU_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     island_id: _builtins.str
     epoch: _builtins.int
@@ -258,6 +259,8 @@ class HeartbeatRequest(_message.Message):
     """Anchors are loaded; the island can train."""
     outer_loss: _builtins.float
     """Latest loss of the outer parameters on held-out text, in nats per token; NaN where there is none."""
+    mfu: _builtins.float
+    """Share of its devices' peak FLOP/s that the island's training makes (MFU); 0 where the peak is not known."""
     def __init__(
         self,
         *,
@@ -272,10 +275,11 @@ class HeartbeatRequest(_message.Message):
         bytes_down: _builtins.int = ...,
         ready: _builtins.bool = ...,
         outer_loss: _builtins.float = ...,
+        mfu: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "epoch", b"epoch", "island_id", b"island_id", "loss", b"loss", "outer_loss", b"outer_loss", "ready", b"ready", "run_id", b"run_id", "step", b"step", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "epoch", b"epoch", "island_id", b"island_id", "loss", b"loss", "mfu", b"mfu", "outer_loss", b"outer_loss", "ready", b"ready", "run_id", b"run_id", "step", b"step", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
