@@ -58,7 +58,7 @@ def test_options_come_back_as_they_were() -> None:
     ],
 )
 def test_settings_that_do_not_fit_are_told(keys: str, says: str) -> None:
-    with pytest.raises(ConfigError, match="run.toml") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_run(f"{RUN}[model]\n{keys}\n", "run.toml")
     assert says in str(caught.value)
 
