@@ -133,7 +133,7 @@ def evaluate(checkpoint: str, text: tuple[str, ...], tokenizer: str, sequences: 
 
     loaded = load(Path(checkpoint))
     data = packed_text(text, loaded.model, named(tokenizer, loaded.model.vocab_size))
-    loss = held_out_loss(Engine.around(loaded.decoder()), data, sequences, Group(), nullcontext())
+    loss = held_out_loss(Engine.around(loaded.built()), data, sequences, Group(), nullcontext())
     unit = "token" if tokenizer else "byte"
     click.echo(f"loss {loss:.4f} nats per {unit} on held-out text (unigram {data.unigram_loss():.4f})")
 
@@ -158,5 +158,5 @@ def generate(checkpoint: str, prompt: str, tokenizer: str, length: int, temperat
     loaded = load(Path(checkpoint))
     using = named(tokenizer, loaded.model.vocab_size)
     tokens = torch.tensor(using.encode([prompt])[0].astype("int64"))
-    written = sample(loaded.decoder(), tokens, length, temperature, seed, loaded.model.sequence_length)
+    written = sample(loaded.built(), tokens, length, temperature, seed, loaded.model.sequence_length)
     click.echo(using.decode(written.tolist()))
