@@ -15,6 +15,8 @@ from diloco.errors import Overload
 
 LEAST_WINDOW_BYTES, LARGEST_WINDOW_BYTES = 2**18, 64 * 2**20
 """Of one stream."""
+PROBE, PROBES = "", 2
+"""Where streams that belong to no island are counted, and how many there may be."""
 
 
 class Admission:
@@ -56,6 +58,14 @@ class Admission:
         finally:
             self._streams[island] -= 1
             self._streams += Counter()  # forgets islands at zero
+
+    @contextmanager
+    def probe(self) -> Iterator[None]:
+        """Counts a stream that only tries the line. Raises `Overload` where it is one too many."""
+        if self._streams[PROBE] >= PROBES:
+            raise self._spent("the run", f"{PROBES} probes of the line at a time", "all are under way")
+        with self.stream(PROBE):
+            yield
 
     def room(self, fresh_bytes: int, *, kept_bytes: int, coming_bytes: int, free_bytes: int) -> None:
         """Raises `Overload` where a payload does not fit on the disk.

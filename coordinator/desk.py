@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from coordinator.run import Run
 from coordinator.views import status
 from coordinator.words import explain
 from diloco.errors import Malformed
+from diloco.framing import PROTOCOL
 from diloco.v1 import coordinator_pb2 as pb
 
 LONGEST_REASON = 200
@@ -44,7 +46,9 @@ class Desk:
     @answers
     async def status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         """Everything an operator sees."""
-        return status(self._run)
+        reply = status(self._run)
+        reply.wall_s, reply.protocol = time.time(), PROTOCOL
+        return reply
 
     # -- why ------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import grpc
 from coordinator.answers import Context, answers
 from diloco.errors import Overload
 
-GUARDED = ("Join", "Push", "Resume", "Fetch")
+GUARDED = ("Join", "Push", "Resume", "Fetch", "Probe")
 """Methods that are refused once the gate is closed."""
 RETRY_AFTER_S = 2.0
 _KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {

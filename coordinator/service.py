@@ -15,6 +15,7 @@ from coordinator.desk import Desk, plain
 from coordinator.facts import Standing
 from coordinator.gate import Gate
 from coordinator.health import Health
+from coordinator.probe import Probe
 from coordinator.run import Run
 from coordinator.views import contributed, run_state
 from diloco.errors import LayoutError, Malformed, RunMismatch
@@ -65,7 +66,7 @@ class Service:
             )
             for name, (method, kind) in control.items()
         }
-        methods |= Bulk(self._run).methods()
+        methods |= Bulk(self._run).methods() | Probe(self._run.admission).methods()
         return grpc.method_handlers_generic_handler(SERVICE, self._gate.guard(methods))
 
     # -- control --------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ CONTROL_LIMIT_BYTES = 16 * 2**20
 """Largest control message; a layout of 100,000 tensors takes about 8 MB."""
 RETRY_AFTER = "diloco-retry-after-ms"
 """Trailing metadata of an `Overload`: milliseconds to wait before the next try."""
+PROBE_BYTES, PROBE_CHUNK_BYTES = 2**24, 2**18
+"""Most that a probe of the line moves each way, and what one message of it has."""
 
 _FRAME = struct.Struct("<QQ")
 FRAME_BYTES = _FRAME.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import threading
@@ -31,7 +32,16 @@ from diloco.errors import (
     Unreachable,
 )
 from diloco.failpoints import failpoint
-from diloco.framing import CONTROL_LIMIT_BYTES, FRAME_BYTES, RETRY_AFTER, SERVICE, Collector, chunks, digest_of
+from diloco.framing import (
+    CONTROL_LIMIT_BYTES,
+    FRAME_BYTES,
+    PROBE_CHUNK_BYTES,
+    RETRY_AFTER,
+    SERVICE,
+    Collector,
+    chunks,
+    digest_of,
+)
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from diloco.window import FIRST_BYTES, Window
@@ -115,6 +125,7 @@ class Link:
         self._counter = SocketCounter(int(port))
         self._push = self._bulk.stream_stream(f"/{SERVICE}/Push", None, pb.PushReply.FromString)
         self._fetch = self._bulk.stream_stream(f"/{SERVICE}/Fetch", None, None)
+        self._probe: Any = self._bulk.stream_stream(f"/{SERVICE}/Probe", None, None)
 
     def sibling(self, address: str) -> Link:
         """A connection to another coordinator of the run, as patient as this one and under the same cap."""
@@ -173,6 +184,29 @@ class Link:
         """The health of the coordinator ("") or of one of its services."""
         request, kind = health_pb2.HealthCheckRequest(service=service), health_pb2.HealthCheckResponse
         return self._retried(lambda: self._call("Check", request, kind, service="grpc.health.v1.Health"))
+
+    def probe(self, up_bytes: int, down_bytes: int, timeout_s: float) -> float:
+        """Moves bytes without meaning to the coordinator and back, once; returns the seconds that took.
+
+        Raises:
+            DeadlineExceeded: it took longer than `timeout_s`.
+            Overload: others try their lines.
+        """
+        chunk = os.urandom(PROBE_CHUNK_BYTES)
+
+        def messages() -> Iterator[bytes]:
+            yield pb.ProbeRequest(down_bytes=down_bytes).SerializeToString()
+            yield from (chunk[: up_bytes - begin] for begin in range(0, up_bytes, len(chunk)))
+
+        begin, answer = time.monotonic(), self._probe(messages(), timeout=timeout_s)
+        try:
+            sent = pb.ProbeReply.FromString(next(answer)).up_bytes
+            come = sum(len(message) for message in answer)
+        except grpc.RpcError as error:
+            raise self._translated(error) from error
+        if (sent, come) != (up_bytes, down_bytes):
+            raise DilocoError(f"of {up_bytes} bytes {sent} came to {self.address}, and of {down_bytes} back {come}")
+        return time.monotonic() - begin
 
     def _call(
         self,

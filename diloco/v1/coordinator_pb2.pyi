@@ -3,7 +3,7 @@
 isort:skip_file
 The protocol between islands and their coordinator. Islands open connections and accept none.
 
-Control RPCs carry protobuf messages. The bulk RPCs Push and Fetch carry raw bytes: the first message of a stream
+Control RPCs carry protobuf messages. The bulk RPCs Push, Fetch and Probe carry raw bytes: the first message of a stream
 is a header (PushHeader, FetchRequest or FetchHeader, serialized), each following one is a chunk: 8 bytes offset of
 its first byte in the whole payload, 8 bytes check (the lower half of the XXH3-128 of the whole payload up to the end
 of the chunk), then its bytes. A push ends with the 16 bytes of its XXH3-128. Integers are little-endian, the digest
@@ -479,6 +479,8 @@ class StatusReply(_message.Message):
     CONFIG_TOML_FIELD_NUMBER: _builtins.int
     ROUNDS_ABORTED_FIELD_NUMBER: _builtins.int
     PARTICIPATION_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     rounds_committed: _builtins.int
     """Commits of all fragments since the run began."""
@@ -497,6 +499,10 @@ class StatusReply(_message.Message):
     """Islands folded into the last commits, one per moving fragment, over the islands that were active then: 0 to 1; NaN
     before the first.
     """
+    wall_s: _builtins.float
+    """The coordinator's wall clock, in seconds since 1970 UTC. Only for people: no decision depends on it."""
+    protocol: _builtins.int
+    """Version of the protocol that it speaks."""
     @_builtins.property
     def state(self) -> Global___RunState: ...
     @_builtins.property
@@ -515,14 +521,56 @@ class StatusReply(_message.Message):
         config_toml: _builtins.str = ...,
         rounds_aborted: _builtins.int = ...,
         participation: _builtins.float = ...,
+        wall_s: _builtins.float = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "islands", b"islands", "layout_digest", b"layout_digest", "parameters", b"parameters", "participation", b"participation", "rounds_aborted", b"rounds_aborted", "rounds_committed", b"rounds_committed", "rounds_skipped", b"rounds_skipped", "run_id", b"run_id", "state", b"state", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "islands", b"islands", "layout_digest", b"layout_digest", "parameters", b"parameters", "participation", b"participation", "protocol", b"protocol", "rounds_aborted", b"rounds_aborted", "rounds_committed", b"rounds_committed", "rounds_skipped", b"rounds_skipped", "run_id", b"run_id", "state", b"state", "steps", b"steps", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class ProbeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOWN_BYTES_FIELD_NUMBER: _builtins.int
+    down_bytes: _builtins.int
+    """Bytes to answer with."""
+    def __init__(
+        self,
+        *,
+        down_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["down_bytes", b"down_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeRequest: _TypeAlias = ProbeRequest  # noqa: Y015
+
+@_typing.final
+class ProbeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UP_BYTES_FIELD_NUMBER: _builtins.int
+    up_bytes: _builtins.int
+    """Bytes that have come after the request."""
+    def __init__(
+        self,
+        *,
+        up_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["up_bytes", b"up_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeReply: _TypeAlias = ProbeReply  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -45,8 +46,8 @@ def build(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimizer:
         case "lamb":
             optimizer = Lamb(_groups(named.values(), inner, lr=inner.lr), names, **moments)
         case "muon":
-            matrices = [tensor for name, tensor in named.items() if is_matrix(name, tensor, inner)]
-            rest = [tensor for name, tensor in named.items() if not is_matrix(name, tensor, inner)]
+            matrices = [tensor for name, tensor in named.items() if is_matrix(name, tensor.ndim, inner)]
+            rest = [tensor for name, tensor in named.items() if not is_matrix(name, tensor.ndim, inner)]
             groups = [
                 *_groups(matrices, inner, lr=inner.peak_matrix_lr, muon=True),
                 *_groups(rest, inner, lr=inner.lr, muon=False, fused=_fused(rest)),
@@ -60,10 +61,16 @@ def build(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimizer:
     return optimizer
 
 
-def is_matrix(name: str, tensor: Tensor, inner: InnerConfig) -> bool:
+def is_matrix(name: str, ndim: int, inner: InnerConfig) -> bool:
     """Whether Muon moves this parameter: a matrix, or a stack of experts' matrices, that no pattern leaves out."""
-    stacked = tensor.ndim == 3 and "experts" in name
-    return (tensor.ndim == 2 or stacked) and not any(fnmatchcase(name, pattern) for pattern in inner.muon_except)
+    stacked = ndim == 3 and "experts" in name
+    return (ndim == 2 or stacked) and not any(fnmatchcase(name, pattern) for pattern in inner.muon_except)
+
+
+def state_bytes(name: str, shape: Sequence[int], inner: InnerConfig) -> int:
+    """Bytes of optimizer state of a parameter; a class of one's own is taken to keep two moments."""
+    moments = {"sgd": 0, "muon": 1 if is_matrix(name, len(shape), inner) else 2}.get(inner.optimizer, 2)
+    return 4 * moments * math.prod(shape)
 
 
 def _groups(parameters: Iterable[Tensor], inner: InnerConfig, **settings: Any) -> list[dict[str, Any]]:
@@ -83,7 +90,7 @@ def _fused(parameters: Iterable[Tensor]) -> bool:
 
 def _of_ones_own(parameters: Iterable[Tensor], inner: InnerConfig) -> torch.optim.Optimizer:
     """The class that `inner.optimizer` names, made with `inner.lr`, `inner.options` and weight decay if it takes it."""
-    kind = _class(inner.optimizer)
+    kind = optimizer_class(inner.optimizer)
     groups = _groups(parameters, inner)
     if "weight_decay" not in inspect.signature(kind).parameters or "weight_decay" in inner.options:
         for group in groups:
@@ -96,7 +103,7 @@ def _of_ones_own(parameters: Iterable[Tensor], inner: InnerConfig) -> torch.opti
         ) from error
 
 
-def _class(name: str) -> Callable[..., torch.optim.Optimizer]:
+def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from diloco.config import InnerConfig, ModelConfig
 from diloco.errors import ConfigError, EnvironmentFault
 from island.optimizers import Muon, build
-from island.optimizers.build import is_matrix
+from island.optimizers.build import is_matrix, state_bytes
 from island.optimizers.muon import COEFFICIENTS, orthogonal
 
 NAMES = ["adamw", "sgd", "muon", "lamb", "torch.optim:NAdam"]
@@ -188,9 +188,21 @@ def test_muon_takes_hidden_matrices_and_leaves_the_rest() -> None:
         ({"embed_tokens.weight", "lm_head.weight"}, 0.01, 0.1),
         ({"wide.bias", "norm.weight", "gain"}, 0.01, 0.0),
     ]
-    kernel = nn.Parameter(torch.zeros(3, 4, 5))
-    assert not is_matrix("conv.weight", kernel, inner("muon"))
-    assert not is_matrix("tall.weight", model.tall.weight, inner("muon", muon_except=("tall*",)))
+    assert not is_matrix("conv.weight", 3, inner("muon"))
+    assert not is_matrix("tall.weight", 2, inner("muon", muon_except=("tall*",)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_state_takes_the_bytes_that_are_told(name: str) -> None:
+    model = Mixed()
+    optimizer = build(model, inner(name))
+    take_steps(model, optimizer, last=1)
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            moments = [value for value in optimizer.state[parameter].values() if value.shape == parameter.shape]
+            counters = 2 if not parameter.ndim else 0  # a scalar's step count looks like a moment
+            told = state_bytes(key, tuple(parameter.shape), inner(name))
+            assert 0 <= sum(4 * moment.numel() for moment in moments) - told <= 4 * counters
 
 
 @pytest.mark.parametrize("name", NAMES)
