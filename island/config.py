@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 
+from diloco.config import RunConfig
+from diloco.errors import ConfigError
 from diloco.settings import NonNegative, Positive, Resolved, Seconds, Settings, parse, resolve
 from diloco.tls import TLS
 from island.config_data import DataConfig, EvalConfig
@@ -35,6 +39,9 @@ class IslandSection(Settings):
     max_bandwidth_mbps: Annotated[float, Field(ge=0)] = 0.0
     """Cap on what this island sends to the coordinator, and on what it receives, in megabits per second; 0 for none.
     Heartbeats are not counted."""
+    code: tuple[str, ...] = ()
+    """Which code the run's settings may name and this island then imports and calls (`model.source`, `inner.optimizer`):
+    MODULE:NAME, or patterns such as "my_models:*". Empty: none, since it would run here with this island's rights."""
     log_dir: str = ""
     """Folder of one log per rank; empty: a temporary one."""
     max_restarts: NonNegative = 3
@@ -135,6 +142,16 @@ class IslandConfig(Settings):
         settings = self.model_dump()
         settings["mesh"]["ranks"] = self.ranks_here * nodes
         return IslandConfig.model_validate({**settings, "nodes": {}})
+
+
+def check_code(run: RunConfig, allowed: Sequence[str]) -> None:
+    """Raises `ConfigError` where a run names code that its island does not allow (`island.code`)."""
+    for key, name in (("model.source", run.model.source), ("inner.optimizer", run.inner.optimizer)):
+        if ":" in name and not any(fnmatchcase(name, pattern) for pattern in allowed):
+            raise ConfigError(
+                f"the run has its islands import and call '{name}' ({key}), and this one does not allow that: "
+                f"if you trust it, set island.code={json.dumps([*allowed, name])}"
+            )
 
 
 def load_island(text: str, source: str, overrides: Sequence[str] = ()) -> Resolved[IslandConfig]:

@@ -17,7 +17,7 @@ from diloco.config import RunConfig, load_run
 from diloco.errors import DilocoError, ExitCode, exit_code
 from diloco.settings import to_toml
 from island import mesh
-from island.config import PROGRESS, IslandConfig, load_island
+from island.config import PROGRESS, IslandConfig, check_code, load_island
 from island.data import check_shards, open_batches, open_data
 from island.group import Group
 from island.link import Link
@@ -81,6 +81,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
     device = mesh.start(config.mesh)
     group = Group()
     run = load_run(group.from_first(lambda: _served_run(config)).decode(), "the coordinator").value
+    check_code(run, island.code)
     text = open_data(config.data, run.model, run.tokenizer)
     check_shards(text, run, config)
     engine = assemble(run, config.mesh, config.memory, device)

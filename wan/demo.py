@@ -175,7 +175,7 @@ def prepare(demo: Demo, config: RunConfig) -> None:
     for i, (name, ranks) in enumerate(zip(demo.islands, demo.ranks, strict=True)):
         island = IslandConfig.model_validate(
             {
-                "island": {"id": name, "max_restarts": 0},
+                "island": {"id": name, "max_restarts": 0, "code": ("*",)},  # the run is this command's own
                 "mesh": {"ranks": ranks, "threads_per_rank": threads},
                 "data": {
                     "text": tuple(str(Path(t).resolve()) for t in demo.text),

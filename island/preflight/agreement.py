@@ -17,7 +17,8 @@ from diloco.framing import PROTOCOL
 from diloco.layout import Layout, TensorSpec, named_tensors
 from diloco.settings import leaves
 from diloco.v1 import coordinator_pb2 as pb
-from island.config import DataConfig, IslandSection
+from island.config import IslandSection
+from island.config_data import DataConfig
 from island.data import check_vocabulary
 from island.model import Decoder
 from island.preflight.finding import Finding, fail, ok, warn

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from diloco.config import load_run
 from diloco.errors import ConfigError
 from diloco.settings import to_toml
 from diloco.tls import TLS
-from island.config import load_island
+from island.config import check_code, load_island
 from tests.diloco.test_config import fixes
 
 MINIMAL = '[island]\nid = "alpha"\n'
@@ -86,3 +87,15 @@ def test_values_know_where_they_come_from() -> None:
 def test_settings_survive_their_own_toml() -> None:
     config = load_island(MINIMAL, "island.toml", ["data.text=['a b', 'ü']", "mesh.ranks=2"]).value
     assert load_island(to_toml(config), "text").value == config
+
+
+@pytest.mark.parametrize("setting", ["inner.optimizer=torch.optim:NAdam", "model.source=os:system"])
+def test_code_of_a_run_is_run_only_where_the_island_allows_it(setting: str) -> None:
+    key, _, name = setting.partition("=")
+    run = load_run("", "the test", [setting]).value
+    with pytest.raises(ConfigError, match=f"{name}.*{key}") as caught:
+        check_code(run, ("my_models:*",))
+    [fix] = fixes(caught.value.message)
+    check_code(run, load_island(MINIMAL, "the test", [fix]).value.island.code)
+    check_code(run, (f"{name.partition(':')[0]}:*",))
+    check_code(load_run("", "the test").value, ())
