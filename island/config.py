@@ -40,7 +40,7 @@ class IslandSection(Settings):
     """Cap on what this island sends to the coordinator, and on what it receives, in megabits per second; 0 for none.
     Heartbeats are not counted."""
     code: tuple[str, ...] = ()
-    """Which code the run's settings may name and this island then imports and calls (`model.source`, `inner.optimizer`):
+    """Code that the run's settings may name and this island then imports and calls (`model.source`, `inner.optimizer`):
     MODULE:NAME, or patterns such as "my_models:*". Empty: none, since it would run here with this island's rights."""
     log_dir: str = ""
     """Folder of one log per rank; empty: a temporary one."""

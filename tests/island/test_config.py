@@ -11,6 +11,7 @@ from diloco.tls import TLS
 from island.config import check_code, load_island
 from tests.diloco.test_config import fixes
 
+RUN = '[run]\nid = "r"\n'
 MINIMAL = '[island]\nid = "alpha"\n'
 
 
@@ -92,10 +93,10 @@ def test_settings_survive_their_own_toml() -> None:
 @pytest.mark.parametrize("setting", ["inner.optimizer=torch.optim:NAdam", "model.source=os:system"])
 def test_code_of_a_run_is_run_only_where_the_island_allows_it(setting: str) -> None:
     key, _, name = setting.partition("=")
-    run = load_run("", "the test", [setting]).value
+    run = load_run(RUN, "the test", [setting]).value
     with pytest.raises(ConfigError, match=f"{name}.*{key}") as caught:
         check_code(run, ("my_models:*",))
     [fix] = fixes(caught.value.message)
     check_code(run, load_island(MINIMAL, "the test", [fix]).value.island.code)
     check_code(run, (f"{name.partition(':')[0]}:*",))
-    check_code(load_run("", "the test").value, ())
+    check_code(load_run(RUN, "the test").value, ())
