@@ -59,7 +59,7 @@ def test_a_port_is_tried(linked: Link, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_tls_it_says_so_unless_all_is_on_one_machine(linked: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     assert network.handshake(linked.address, None, linked).verdict == "ok"
-    monkeypatch.setattr(socket, "gethostbyname", lambda host: "10.0.0.5")
+    monkeypatch.setattr(network, "addresses", lambda address: ["127.0.0.1", "10.0.0.5"])
     finding = network.handshake(linked.address, None, linked)
     assert finding.verdict == "warn" and "nothing is encrypted" in finding.found
 
