@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from ipaddress import ip_address
 from pathlib import Path
 
 from diloco.codec.policy import down_choice, up_choice
@@ -40,9 +41,9 @@ def split(address: str) -> tuple[str, int]:
 
 def name(address: str) -> Finding:
     """Whether the coordinator's name has an address."""
-    host, port = split(address)
+    host, _ = split(address)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return ok("name", f"{host}: {', '.join(addresses(address))}")
     except OSError as error:
         return fail(
             "name",
@@ -50,7 +51,12 @@ def name(address: str) -> Finding:
             "correct island.coordinator, or the DNS of this machine",
             ExitCode.UNREACHABLE,
         )
-    return ok("name", f"{host}: {', '.join(dict.fromkeys(str(row[4][0]) for row in found))}")
+
+
+def addresses(address: str) -> list[str]:
+    """The IP addresses of HOST:PORT. Raises `OSError` where there are none."""
+    found = socket.getaddrinfo(*split(address), type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(row[4][0]).partition("%")[0] for row in found))
 
 
 def port(address: str) -> Finding:
@@ -70,8 +76,7 @@ def handshake(address: str, tls: TLS | None, link: Link, now: datetime | None = 
     """Whether both ends speak TLS and accept each other, or neither does."""
     link.health("")
     if tls is None:
-        host = split(address)[0]
-        if socket.gethostbyname(host).startswith("127.") or host == "::1":
+        if all(ip_address(found).is_loopback for found in addresses(address)):
             return ok("tls", "none, and the coordinator is on this machine")
         return warn("tls", "nothing is encrypted, and nobody is authenticated", "give both ends certificates: [tls]")
     until = load(tls, lambda path: Path(path).read_bytes(), datetime.now(UTC)).until
