@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain, product
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -15,7 +16,7 @@ from island.parallel.plan import Plan, plan, spread
 MODEL = ModelConfig(layers=8, heads=8, kv_heads=4, dim=64)
 
 
-def planned(memory: MemoryConfig | None = None, model: ModelConfig = MODEL, **mesh: object) -> Plan:
+def planned(memory: MemoryConfig | None = None, model: ModelConfig = MODEL, **mesh: Any) -> Plan:
     return plan(MeshConfig.model_validate(mesh), memory or MemoryConfig(), model)
 
 
@@ -68,7 +69,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("mesh", "memory", "words"), REFUSED)
-def test_what_does_not_fit_the_model_is_refused(mesh: dict[str, object], memory: dict[str, object], words: str) -> None:
+def test_what_does_not_fit_the_model_is_refused(mesh: dict[str, Any], memory: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         planned(MemoryConfig.model_validate(memory), **mesh)
     assert words in caught.value.message
