@@ -195,10 +195,11 @@ class Noting(Files):
 
 
 def test_an_update_is_durable_before_the_manifest_of_the_snapshot_that_holds_its_round(tmp_path: Path) -> None:
+    files = Noting()
     with ExitStack() as stack:
-        at = Rig(CONFIG, tmp_path, stack, files=Noting())
+        at = Rig(CONFIG, tmp_path, stack, files=files)
         a, b = at.started("a", "b")
-        notes = at.run.store.files.notes
+        notes = files.notes
         notes.clear()
         for seed, visitor in enumerate((a, b), 1):
             visitor.push(FRAGMENT, draw(FRAGMENT, seed), tokens=1)
