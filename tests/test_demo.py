@@ -154,7 +154,7 @@ def logits_of_both(folder: Path, vocabulary: int) -> Iterator[torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     tokens = torch.randint(vocabulary, (3, 32), generator=torch.Generator().manual_seed(1))
-    theirs, ours = AutoModelForCausalLM.from_pretrained(folder), load(folder).decoder()
+    theirs, ours = AutoModelForCausalLM.from_pretrained(folder), load(folder).built()
     with torch.no_grad():
         yield theirs(tokens).logits
         yield ours(tokens)

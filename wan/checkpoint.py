@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from coordinator.snapshots import Snapshot, load_snapshot
-from diloco.config import ModelConfig
+from diloco.config import ModelConfig, RunConfig, RunSection, SyncConfig
 from diloco.errors import InputError
 from diloco.layout import named_tensors
-from island.model import Decoder, allocate, exported, exported_config, imported
+from island.model import allocate, build_meta, exported, exported_config, fill, imported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,24 +29,26 @@ class Checkpoint:
     versions: tuple[int, ...]
     """Outer steps of each fragment."""
 
-    def decoder(self) -> Decoder:
+    def built(self) -> nn.Module:
         """The model with these parameters, on the CPU, in evaluation mode.
 
         Raises:
-            InputError: the tensors are not those of our decoder.
+            InputError: the tensors are not those of the model.
+            ConfigError, EnvironmentFault: the model cannot be made here (`island.model.build_meta`).
         """
-        with torch.device("meta"):
-            decoder = Decoder(config=self.model)
-        allocate(decoder, "cpu")
-        own = {name: tensor for name, tensor, _ in named_tensors(decoder)}
+        run = RunConfig(run=RunSection(id="checkpoint"), model=self.model, sync=SyncConfig(buffers="average"))
+        model = allocate(build_meta(run), "cpu")
+        if not self.model.ours:
+            fill(model, run)  # what is no part of a run, such as buffers that are not saved
+        own = {name: tensor for name, tensor, kind in named_tensors(model) if kind != "buffer" or name in self.tensors}
         expected, found = ({(n, t.shape) for n, t in named.items()} for named in (own, self.tensors))
         if expected != found:
             odd = sorted({name for name, _ in expected ^ found})
-            raise InputError(f"the checkpoint is not of this project's decoder: {odd[0]} differs ({len(odd)} tensors)")
+            raise InputError(f"the checkpoint is not of its model: {odd[0]} differs ({len(odd)} tensors)")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(self.tensors[name])
-        return decoder.eval()
+        return model.eval()
 
 
 def load(path: Path, *others: Path) -> Checkpoint:
@@ -60,7 +62,7 @@ def load(path: Path, *others: Path) -> Checkpoint:
         InputError: neither of the two, a state folder without a snapshot yet, or not those of all coordinators.
         DigestMismatch: damaged snapshot files.
     """
-    if (path / "config.json").is_file() and not others:
+    if (path / "diloco.json").is_file() and not others:
         return _load_export(path)
     snapshots = {found.config.run.coordinator_index: found for found in map(_snapshot, (path, *others))}
     first = snapshots[min(snapshots)]
@@ -101,7 +103,7 @@ def _load_export(path: Path) -> Checkpoint:
 
 
 def export(checkpoint: Checkpoint, to: Path) -> None:
-    """Writes safetensors and a config.json that `transformers` loads.
+    """Writes safetensors, and a config.json with which transformers loads them where the model is no function's.
 
     The folder appears whole or not at all.
 
@@ -118,7 +120,8 @@ def export(checkpoint: Checkpoint, to: Path) -> None:
     except OSError as error:
         raise InputError(f"cannot make {to} ({error.strerror}): name another folder with --to") from error
     save_file(exported(checkpoint.tensors, checkpoint.model), partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / "config.json").write_text(json.dumps(config, indent=2))
+    if config:
+        (partial / "config.json").write_text(json.dumps(config, indent=2))
     extra = {"model": checkpoint.model.model_dump(mode="json"), "versions": list(checkpoint.versions)}
     (partial / "diloco.json").write_text(json.dumps(extra, indent=2))
     partial.rename(to)

@@ -129,7 +129,7 @@ def evaluate(checkpoint: str, text: tuple[str, ...], sequences: int) -> None:
     loaded = load(Path(checkpoint))
     check_vocabulary(loaded.model.vocab_size)
     data = ByteText(corpus(text), sequence_length=loaded.model.sequence_length, held_out=0.05)
-    loss = held_out_loss(Engine.around(loaded.decoder()), data, sequences, Group(), nullcontext())
+    loss = held_out_loss(Engine.around(loaded.built()), data, sequences, Group(), nullcontext())
     click.echo(f"loss {loss:.4f} nats per byte on held-out text (unigram {data.unigram_loss():.4f})")
 
 
@@ -152,5 +152,5 @@ def generate(checkpoint: str, prompt: str, length: int, temperature: float, seed
     loaded = load(Path(checkpoint))
     check_vocabulary(loaded.model.vocab_size)
     tokens = torch.tensor(list(prompt.encode()))
-    written = sample(loaded.decoder(), tokens, length, temperature, seed, loaded.model.sequence_length)
+    written = sample(loaded.built(), tokens, length, temperature, seed, loaded.model.sequence_length)
     click.echo(to_text(written))

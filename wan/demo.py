@@ -278,7 +278,7 @@ def result(
 ) -> Report:
     """Gathers what a finished demo has to show."""
     checkpoint = load(demo.out / "state")
-    decoder, context = checkpoint.decoder(), config.value.model.sequence_length
+    decoder, context = checkpoint.built(), config.value.model.sequence_length
     loss = held_out_loss(Engine.around(decoder), text, EVAL_SEQUENCES, Group(), nullcontext())
     prompt = torch.tensor(list(PROMPT.encode()))
     written = generate(decoder, prompt, SAMPLE_BYTES, 0.8, demo.seed, context)[len(prompt) :]

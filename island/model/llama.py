@@ -17,6 +17,7 @@ from torch import Tensor
 
 from diloco.config import ModelConfig
 from diloco.errors import InputError
+from island.model.sources import shape_of
 
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_proj|up_proj|down_proj)")
 _ONE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -28,11 +29,15 @@ def exported_config(config: ModelConfig) -> dict[str, Any]:
 
     transformers 5 reads `rope_parameters`; earlier versions and other readers of the format, `rope_theta`.
 
+    A model of transformers has its own; one of a function has none, and the table is empty.
+
     Raises:
-        InputError: no architecture there has these settings, or the model is not our decoder.
+        InputError: no architecture there has these settings.
     """
+    if config.source == "transformers":
+        return dict(shape_of(config.name).to_dict())
     if not config.ours:
-        raise InputError(f"a model of model.source='{config.source}' is written by what made it, not by export")
+        return {}
     architecture, kind, more = _architecture(config)
     return {
         "architectures": [architecture],
@@ -58,7 +63,12 @@ def exported_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def exported(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our tensors by our names, as transformers' checkpoints hold them: experts apart, each weight [out, in]."""
+    """Our tensors by our names, as transformers' checkpoints hold them: experts apart, each weight [out, in].
+
+    Tensors of another model keep their names.
+    """
+    if not config.ours:
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stacked = _STACKED.fullmatch(name)
@@ -80,6 +90,8 @@ def imported(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
     Raises:
         InputError: an expert of a block is missing.
     """
+    if not config.ours:
+        return dict(tensors)
     out: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():

@@ -134,7 +134,7 @@ def _of_transformers(config: ModelConfig, *, pretrained: bool) -> nn.Module:
         raise EnvironmentFault("model.source='transformers' needs a package: pip install 'diloco[hf]'") from error
     auto: Any = transformers.AutoModelForCausalLM
     try:
-        shape = _shape_of_transformers(config.name)
+        shape = shape_of(config.name)
         if pretrained:
             model = auto.from_pretrained(config.name, config=shape, dtype=torch.float32)
         else:
@@ -154,7 +154,7 @@ def _of_transformers(config: ModelConfig, *, pretrained: bool) -> nn.Module:
     return module
 
 
-def _shape_of_transformers(name: str) -> Any:
+def shape_of(name: str) -> Any:
     """The transformers config of a repository, a folder or a `config.json`."""
     import transformers
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from diloco.config import ModelConfig
 from diloco.config_model import MODEL_PRESETS, PresetName
 from island.model import Decoder, flops_per_token, mfu, peak_flops
-from island.model.flops import active_weights, parameters
+from island.model.flops import PEAK_TFLOPS, active_weights, parameters
 from tests.island.model.shapes import GROUPED, MIXED, SHARED, TIED
 
 
@@ -103,3 +105,12 @@ def test_an_unknown_device_has_no_peak() -> None:
 
 def test_mfu_is_a_share_of_the_peak() -> None:
     assert mfu(6 * 10**9, 50_000, 1e15) == pytest.approx(0.3)
+
+
+def test_the_page_has_these_figures() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    for name in MODEL_PRESETS:
+        config = ModelConfig.model_validate({"preset": name})
+        row = f"| {parameters(config):,} | {active_weights(config):,} | {flops_per_token(config):.3e} | "
+        assert f"| `{name}` {row}{config.sequence_length} |" in page
+    assert all(f"| {name} | {tera:g} |" in page for name, tera in PEAK_TFLOPS.items())

@@ -58,6 +58,8 @@ OPTIONS: dict[str, Case] = {
     "pipeline-resharded": {"mesh": {"reshard_after_forward": "always", "pipeline": 2}},
     "math": {"memory": {"attention": "math"}},
     "flash": {"memory": {"attention": "flash"}},
+    "foreign": {"model": {"source": "tests.island.parallel.rank:Foreign"}},
+    "foreign-tensor": {"model": {"source": "tests.island.parallel.rank:Foreign"}, "mesh": {"tensor": 2}},
     "experts-unbalanced": {"mesh": {"pipeline": 2}, "model": EXPERTS | {"balance": "none"}},
 }
 OF_FOUR: dict[str, Case] = {
