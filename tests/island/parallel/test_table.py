@@ -160,5 +160,5 @@ def test_meshes_of_several_dimensions(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_compiled_blocks(tmp_path: Path) -> None:
     compiled: Case = {"memory": {"compile": True}, "model": {"layers": 2}}
-    cases = {"fsdp": compiled, "tensor": together(compiled, {"mesh": {"tensor": 2}})}
+    cases = {"fsdp": compiled, "pipeline": together(compiled, {"mesh": {"pipeline": 2}})}
     check(cases | {"checkpointed": together(compiled, CHECKPOINTING["full"])}, 2, tmp_path)
