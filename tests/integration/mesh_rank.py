@@ -35,7 +35,7 @@ def main(path: str) -> None:
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.5)
     generator = torch.Generator().manual_seed(spec["seed"])
     seen: list[Any] = []
-    with join(engine.model, spec["address"], island_id=spec["island"], connect_timeout_s=60) as site:
+    with join(engine.model, None, spec["address"], island_id=spec["island"], connect_timeout_s=60) as site:
         while not site.done:
             batch = torch.randint(run.model.vocab_size, (ROWS, run.model.sequence_length + 1), generator=generator)
             mine = batch.chunk(engine.data_ranks)[engine.data_rank]

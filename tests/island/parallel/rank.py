@@ -31,6 +31,36 @@ CLIP_NORM = 0.4
 """Below the norm of the first gradients, so that clipping is at work."""
 
 
+class Layer(nn.Module):
+    """A block of somebody's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Foreign(nn.Module):
+    """Somebody's model: each token is predicted from the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.out = (
+            nn.Embedding(32, 32),
+            nn.ModuleList(Layer() for _ in range(3)),
+            nn.Linear(32, 32),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.out(x)
+        return logits
+
+
 def run_config(model: dict[str, Any]) -> RunConfig:
     shape = {"vocab_size": 32, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "sequence_length": 16}
     return RunConfig.model_validate(

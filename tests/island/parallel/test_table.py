@@ -58,6 +58,8 @@ OPTIONS: dict[str, Case] = {
     "pipeline-resharded": {"mesh": {"reshard_after_forward": "always", "pipeline": 2}},
     "math": {"memory": {"attention": "math"}},
     "flash": {"memory": {"attention": "flash"}},
+    "foreign": {"model": {"source": "tests.island.parallel.rank:Foreign"}},
+    "foreign-tensor": {"model": {"source": "tests.island.parallel.rank:Foreign"}, "mesh": {"tensor": 2}},
     "experts-unbalanced": {"mesh": {"pipeline": 2}, "model": EXPERTS | {"balance": "none"}},
 }
 OF_FOUR: dict[str, Case] = {
@@ -158,5 +160,5 @@ def test_meshes_of_several_dimensions(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_compiled_blocks(tmp_path: Path) -> None:
     compiled: Case = {"memory": {"compile": True}, "model": {"layers": 2}}
-    cases = {"fsdp": compiled, "tensor": together(compiled, {"mesh": {"tensor": 2}})}
+    cases = {"fsdp": compiled, "pipeline": together(compiled, {"mesh": {"pipeline": 2}})}
     check(cases | {"checkpointed": together(compiled, CHECKPOINTING["full"])}, 2, tmp_path)
