@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from diloco.errors import ExitCode
+from diloco.errors import DilocoError, ExitCode
 from diloco.settings import to_toml
 from island.config import PROGRESS, IslandConfig
 from island.notices import Notices
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that have the island leave at the next step edge; the last is what Slurm sends before a job's time is up."""
+
+ASK_S = 10.0
+"""How long to look for a coordinator that may say that the run is over."""
 
 log = logging.getLogger("diloco.island")
 
@@ -63,6 +66,20 @@ def _asked(number: int, frame: FrameType | None) -> NoReturn:
     raise SignalException("asked to leave", signal.Signals(number))
 
 
+def ended(config: IslandConfig) -> bool:
+    """Whether the coordinator says that the run is over; not where it does not answer."""
+    from island.link import Link
+
+    link = Link(config.island.coordinator, patience_s=ASK_S, say=log.debug, tls=config.tls.files())
+    try:
+        return link.status().state.phase == "done"
+    except DilocoError as error:
+        log.warning("whether the run is over is not known: %s", error.message)
+        return False
+    finally:
+        link.close()
+
+
 def keep_running(config: IslandConfig, settings: Path, logs: Path, restarts: Restarts) -> int:
     """Runs the ranks of this node; meets the other daemons again where the rendezvous was lost."""
     from island.elastic import LOST, launch
@@ -71,5 +88,8 @@ def keep_running(config: IslandConfig, settings: Path, logs: Path, restarts: Res
         try:
             return launch(config, settings, logs, restarts)
         except LOST as error:
+            if ended(config):
+                log.info("the run has ended meanwhile")
+                return ExitCode.OK
             log.error("no rendezvous of the island's nodes at %s: %s", config.nodes.rendezvous, error)
             restarts.failed(ExitCode.TIMEOUT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -31,6 +32,8 @@ SHUTDOWN_S = 10
 """How long ranks may take to leave after a signal before they are killed."""
 BARRIER_S = 60
 """How long a node whose ranks have finished waits for those of the others."""
+LINGER_S = 3.0
+"""How long a daemon whose island has ended stays, as it may serve the rendezvous at which spares hear of that."""
 MONITOR_S = 0.2
 SIGNALS = "SIGTERM,SIGINT,SIGUSR1"
 """Each asks the island to leave: the first two mean what they always do, and the last is Slurm's warning."""
@@ -124,4 +127,6 @@ def launch(config: IslandConfig, settings: Path, logs: Path, restarts: Restarts)
             handler.shutdown()
         raise
     handler.shutdown()  # spares need not wait any longer
+    if not alone:
+        time.sleep(LINGER_S)
     return ExitCode.OK

@@ -14,6 +14,7 @@ from diloco.errors import ExitCode
 from island import daemon, elastic
 from island.config import IslandConfig, load_island
 from island.restarts import GivenUp, Restarts
+from tests.processes import free_port
 
 Work = Callable[[Restarts], int]
 
@@ -22,7 +23,7 @@ Work = Callable[[Restarts], int]
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """Runs a daemon of which each launch does the next of these."""
 
-    def play(*launches: Work, settings: str = "") -> int:
+    def play(*launches: Work, settings: str = "", over: bool = False) -> int:
         left = list(launches)
 
         def launch(config: IslandConfig, path: Path, logs: Path, restarts: Restarts) -> int:
@@ -30,6 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
             return left.pop(0)(restarts)
 
         monkeypatch.setattr(elastic, "launch", launch)
+        monkeypatch.setattr(daemon, "ended", lambda config: over)
         config = load_island(f'[island]\nid = "x"\nmax_restarts = 2\n{settings}', "the test").value
         code = daemon.run(config)
         assert not left
@@ -103,3 +105,13 @@ def test_a_lost_rendezvous_is_looked_for_again(run: Callable[..., int]) -> None:
 
 def test_a_rendezvous_that_stays_lost_ends_the_island(run: Callable[..., int]) -> None:
     assert run(lose, lose, lose) == ExitCode.TIMEOUT
+
+
+def test_a_spare_ends_where_the_run_has_ended_meanwhile(run: Callable[..., int]) -> None:
+    assert run(lose, over=True) == ExitCode.OK
+
+
+def test_a_coordinator_that_does_not_answer_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "ASK_S", 0.1)
+    settings = f'[island]\nid = "x"\ncoordinator = "127.0.0.1:{free_port()}"\n'
+    assert not daemon.ended(load_island(settings, "the test").value)
