@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from diloco.config import NonNegative, Positive, Seconds
 from diloco.settings import Resolved, Settings, parse, resolve
 from diloco.tls import TLS
+from island.config_checkpoint import CheckpointConfig
 
 PROGRESS = "progress"
 """File beside the settings of ranks; it says to the daemon that updates were applied."""
@@ -135,6 +136,7 @@ class IslandConfig(Settings):
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> IslandConfig:
