@@ -104,7 +104,7 @@ def connect(address: str, elements: int, tls: TLS | None) -> Iterator[Record]:
 
 def _joined(model: Layer, address: str, tls: TLS | None) -> Session:
     try:
-        return join(model, address, island_id="bench", connect_timeout_s=LOOK_S, tls=tls)
+        return join(model, None, address, island_id="bench", connect_timeout_s=LOOK_S, tls=tls)
     except RunMismatch as error:
         raise RunMismatch(
             "whoever connected first has settled how much is sent: use the same --elements, or let it listen anew"

@@ -184,7 +184,7 @@ def main() -> None:
     torch.set_num_threads(options["threads"])
     model = Model(options["layers"], options["rows"])
     tls = TLS(**options["tls"]) if options["tls"] else None
-    with join(model, options["address"], island_id=options["island"], tls=tls) as site:
+    with join(model, None, options["address"], island_id=options["island"], tls=tls) as site:
         serve(Island(site, model))
 
 

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,14 +14,22 @@ from torch import Tensor
 
 from diloco.errors import BY_NAME, DilocoError
 
+_CPU: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""By default group, the one for CPU tensors where it has no CPU backend of its own."""
+
 
 class Group:
-    """The island's process group, or a single process where none is initialised."""
+    """The island's process group, or a single process where none is initialised.
+
+    Where the default group carries no CPU tensors (`init_process_group("nccl")`), a gloo group of all its ranks is made
+    for it, once. Collective then.
+    """
 
     def __init__(self) -> None:
         self.alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.rank = 0 if self.alone else dist.get_rank()
         self.size = 1 if self.alone else dist.get_world_size()
+        self._whole = None if self.alone else _for_cpu()
         self._subgroups: dict[tuple[int, ...], Any] = {}
 
     def numbers(self, values: Sequence[int]) -> list[list[int]]:
@@ -29,7 +38,7 @@ class Group:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64)
         out = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(out, mine)
+        dist.all_gather(out, mine, group=self._whole)
         return [row.tolist() for row in out]
 
     def mean(self, value: float) -> float:
@@ -42,11 +51,11 @@ class Group:
         if self.alone:
             return data
         size = torch.tensor([len(data)])
-        dist.broadcast(size, source)
+        dist.broadcast(size, source, group=self._whole)
         buffer = torch.empty(int(size), dtype=torch.uint8)
         if self.rank == source:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(buffer, source)
+        dist.broadcast(buffer, source, group=self._whole)
         return buffer.numpy().tobytes()
 
     def from_first(self, work: Callable[[], bytes]) -> bytes:
@@ -87,3 +96,13 @@ class Group:
     def share(self, buffer: Tensor, ranks: tuple[int, ...], source: int) -> None:
         """Fills `buffer` (uint8, CPU) on all of a subgroup with that of `source`. Collective over the subgroup."""
         dist.broadcast(buffer, source, group=self._subgroups[ranks])
+
+
+def _for_cpu() -> dist.ProcessGroup | None:
+    """None for the default group; one of the same ranks over gloo where that has no backend for CPU tensors."""
+    default = dist.group.WORLD
+    if default is None or "cpu:" in dist.get_backend_config(default):
+        return None
+    if default not in _CPU:
+        _CPU[default] = dist.new_group(backend="gloo")
+    return _CPU[default]

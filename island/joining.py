@@ -1,11 +1,16 @@
-"""What an island brings into a run: its tensors, its layout, and the pieces that each of its ranks holds."""
+"""What an island brings into a run: its name, its tensors, its layout, and the pieces that each of its ranks holds."""
 
 from __future__ import annotations
 
+import re
+import socket
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
 from diloco.config import SyncConfig
-from diloco.errors import LayoutError
+from diloco.errors import InputError, LayoutError
 from diloco.fragments import partition
 from diloco.framing import PROTOCOL
 from diloco.layout import Box, Kind, Layout, Piece, TensorSpec, box_of, local, named_tensors
@@ -14,6 +19,49 @@ from diloco.v1 import coordinator_pb2 as pb
 from island.group import Group
 
 Tensors = dict[str, tuple[Tensor, Kind]]
+
+
+_UNFIT = {
+    "FullyShardedDataParallel": "FSDP1, whose flat parameters have no shape of their own: shard it with `fully_shard` "
+    "(FSDP2; in Accelerate `fsdp_version=2`, in Lightning ModelParallelStrategy)",
+    "DataParallel": "nn.DataParallel: run one process per device with torchrun, and DistributedDataParallel",
+    "DeepSpeedEngine": "DeepSpeed, which keeps the fp32 parameters where others cannot reach them: use DDP or FSDP2",
+}
+
+
+def name_here(group: Group) -> str:
+    """The host name of the island's first rank, as the id of an island that was given none. Collective."""
+    return group.from_first(lambda: _as_id(socket.gethostname()).encode()).decode()
+
+
+def _as_id(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]|^[^A-Za-z0-9]+", "-", name).lstrip("-._")[:64] or "island"
+
+
+def check(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuses what cannot take part in a run, and says what can.
+
+    Raises:
+        LayoutError: a wrapper that hides the parameters, or trainable parameters that are not float32.
+        InputError: optimizers of other parameters than the model's.
+    """
+    for module in model.modules():
+        if why := next((_UNFIT[base.__name__] for base in type(module).__mro__ if base.__name__ in _UNFIT), ""):
+            raise LayoutError(f"this model is wrapped in {why}")
+    for name, tensor, kind in named_tensors(model):
+        if kind == "parameter" and tensor.dtype != torch.float32:
+            raise LayoutError(
+                f"parameter '{name}' is {tensor.dtype}, in which small inner steps vanish: keep float32 parameters "
+                "(model.float(), or from_pretrained(dtype=torch.float32)), make the optimizer after that, and compute "
+                "in bfloat16 under torch.autocast, or with FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+            )
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise InputError(
+                f"no parameter of this {type(optimizer).__name__} is in the model: make the optimizer after the model "
+                "is moved, wrapped and sharded, and join after both"
+            )
 
 
 def inventory(model: nn.Module, group: Group) -> tuple[Tensors, Layout]:

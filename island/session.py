@@ -1,6 +1,6 @@
 """A site in a run: joins the algorithm to a model and its process group.
 
-    with join(model, "host:port", island_id="tokyo", optimizer=optimizer) as site:
+    with join(model, optimizer, "host:port") as site:
         while not site.done:
             ...                                     # forward, backward, optimizer.step()
             site.step(tokens=batch.numel())
@@ -19,7 +19,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -43,9 +43,10 @@ from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from island.anchors import Stand
 from island.courier import Courier
+from island.following import Following, Schedulers, several
 from island.group import Group
 from island.heart import Heart
-from island.joining import hold, inventory, join_request, settle
+from island.joining import check, hold, inventory, join_request, name_here, settle
 from island.lease import POLL_S, Limits
 from island.link import Link
 from island.seat import REJOINS, Key, Seat, Seats, Word
@@ -53,6 +54,7 @@ from island.settling import Settling
 
 log = logging.getLogger("diloco.island")
 T = TypeVar("T")
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 ROLLBACKS = 3
 """The so-manyth time in a row that training is not finite ends the island."""
 SLICE_S = 0.25
@@ -61,11 +63,12 @@ SLICE_S = 0.25
 
 def join(
     model: nn.Module,
+    optimizer: Optimizers,
     coordinator: str,
     *,
-    island_id: str,
+    island_id: str = "",
     run_id: str = "",
-    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Schedulers = None,
     connect_timeout_s: float = 300.0,
     start_timeout_s: float = 3600.0,
     reconnect_timeout_s: float = 86_400.0,
@@ -79,12 +82,13 @@ def join(
     replaced by the run's.
 
     Args:
-        model: float32 parameters, plain or DTensor (FSDP2, HSDP, tensor parallel).
+        model: float32 parameters, plain, compiled, in DDP, or DTensor (FSDP2, HSDP, tensor parallel).
+        optimizer: the inner optimizer, or several. Where training is not finite any more, its state is dropped along
+            with the parameters, because the moments hold NaN then. None: there is none yet.
         coordinator: HOST:PORT; where the run has several, any of them.
-        island_id: unique in the run.
+        island_id: unique in the run; empty for the host name of rank 0.
         run_id: the run that is meant; empty for whatever the coordinator serves.
-        optimizer: the inner optimizer. Where training is not finite any more, its state is dropped along with the
-            parameters, because the moments hold NaN then.
+        scheduler: learning-rate schedule for all steps of the run, or several; kept at the run's step from then on.
         connect_timeout_s: how long to look for a coordinator that does not answer.
         start_timeout_s: how long to wait for the other islands that the run needs to start.
         reconnect_timeout_s: how long a coordinator that has answered before may be silent.
@@ -94,22 +98,24 @@ def join(
         tls: files to speak mutual TLS with; nothing is encrypted without.
 
     Raises:
-        InputError: the TLS files are not what they should be.
+        InputError: the TLS files are not what they should be; or the optimizer or the schedule is none for this model.
         RunMismatch: another run, or another model than the run's.
-        LayoutError: parameters that are not float32, or shards that are not boxes.
+        LayoutError: parameters that are not float32, or shards that are not boxes, or FSDP1.
         Untrusted: only one end speaks TLS, or one does not accept the other's certificate.
         Unreachable, DeadlineExceeded: nobody answered, or the run did not start, in that time.
         DigestMismatch: the run's parameters do not arrive as the coordinator has them.
     """
+    check(model, several(optimizer))
+    follow = Following(several(scheduler))
     group = Group()
+    island_id = island_id or name_here(group)
     share = max_bandwidth_mbps * 1e6 / 8 / group.size
     link = Link(coordinator, patience_s=connect_timeout_s, say=log.warning, bytes_per_s=share, tls=tls)
     limits = Limits(start_s=start_timeout_s, reconnect_s=reconnect_timeout_s)
     spool = Path(spool_dir) if spool_dir else None
     try:
-        return Session(
-            model, group, link, island_id=island_id, run_id=run_id, optimizer=optimizer, limits=limits, spool_dir=spool
-        )
+        names = {"island_id": island_id, "run_id": run_id}
+        return Session(model, group, link, **names, optimizer=optimizer, follow=follow, limits=limits, spool_dir=spool)
     except BaseException:
         link.close()
         raise
@@ -126,12 +132,13 @@ class Session:
         *,
         island_id: str,
         run_id: str,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers,
+        follow: Callable[[int], None],
         limits: Limits,
         spool_dir: Path | None = None,
     ) -> None:
         self.island_id, self._model, self._group = island_id, model, group
-        self.optimizer = optimizer
+        self.optimizer, self._follow = optimizer, follow
         self.record: Callable[..., None] = _no_record
         """Takes a metric: its kind, and scalars by name."""
         self.progressed: Callable[[], None] = _no_record
@@ -177,6 +184,7 @@ class Session:
                 self._take_up()
             except StaleEpoch as error:
                 self._rejoin(error)
+            follow(self.at_step)
         except BaseException as error:
             self._shut(_why(error))
             raise
@@ -294,14 +302,15 @@ class Session:
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def step(self, *, tokens: int = 0, loss: float | None = None) -> None:
+    def step(self, *, tokens: int | None = None, loss: float | None = None) -> None:
         """The edge after an inner step: sends what is due, and applies what is due.
 
         Where the lease is lost the island joins again here: parameters are then the run's, and `at_step` has moved.
         Where training is not finite the island goes back to the anchors. Once `leaving` says why, it is to leave.
 
         Args:
-            tokens: tokens that this rank alone accounts for in the step; the island's are the sum over its ranks.
+            tokens: tokens that this rank alone accounts for in the step; the island's are the sum over its ranks. None:
+                the island's step counts as one, so that contributions weigh by steps.
             loss: training loss in nats per token, where it is known.
 
         Raises:
@@ -314,7 +323,7 @@ class Session:
         if self.leaving:
             return
         self.at_step += 1
-        self.tokens += tokens
+        self.tokens += int(self._group.rank == 0) if tokens is None else tokens
         self.tell(step=self.at_step)
         if loss is not None and math.isfinite(loss):
             self.tell(loss=loss)
@@ -327,6 +336,7 @@ class Session:
                 settle(self._model)
                 self._rejoin(error)
                 work = self._resume
+        self._follow(self.at_step)
 
     def _edge(self, loss: float | None) -> None:
         word = self._listen(loss)
@@ -438,9 +448,9 @@ class Session:
             seat.anchors.reset()
         with self._seats.guard:
             self._settling.forget()
-        if self.optimizer:
-            self.optimizer.state.clear()
-            self.optimizer.zero_grad()
+        for optimizer in several(self.optimizer):
+            optimizer.state.clear()
+            optimizer.zero_grad()
         self._start_afresh(range(len(self._adopted)))
         self.record("rollback", step=self.at_step, reason=reason)
 
@@ -526,6 +536,12 @@ class Session:
             finally:
                 settle(self._model)
                 self.replica.swap()
+
+    def take_outer(self) -> None:
+        """Replaces the model's parameters by the outer ones, for good: what to save at the end. Collective."""
+        settle(self._model)
+        for seat in self._seats:
+            seat.anchors.reset()
 
     def digests(self) -> list[str]:
         """The digest of each fragment's anchor, as the coordinator shows it. Collective."""

@@ -86,6 +86,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
         Metrics(_sinks(config, run) if group.rank == 0 else [], config.metrics.queue_records) as metrics,
         join(
             model,
+            None,  # the trainer has it
             island.coordinator,
             island_id=island.id,
             run_id=island.run_id,

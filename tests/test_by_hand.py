@@ -80,7 +80,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         hand.island("c")
         other_run = diloco(*hand.island_command("d", "island.run_id=other"))
         with pytest.raises(RunMismatch) as other_model:
-            join(nn.Linear(3, 2), hand.address, island_id="e", run_id="by-hand")
+            join(nn.Linear(3, 2), None, hand.address, island_id="e", run_id="by-hand")
         wait_until(lambda: hand.standing("c"), "c has joined")
         joined = hand.standing("c")
 

@@ -41,7 +41,7 @@ def island(address: str, folder: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     data = torch.randn(STEPS, 8, 4, generator=torch.Generator().manual_seed(1))
-    with join(model, address, island_id="a") as site:
+    with join(model, None, address, island_id="a") as site:
         for step, batch in enumerate(data):
             loss = (model(batch) - batch).square().mean()
             model.zero_grad()

@@ -37,7 +37,7 @@ def train(name: str, address: str, folder: str, options: str) -> None:
     seed = sum(map(ord, name))
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    with join(model, address, island_id=name, connect_timeout_s=20.0, start_timeout_s=20.0) as site:
+    with join(model, None, address, island_id=name, connect_timeout_s=20.0, start_timeout_s=20.0) as site:
         while not site.done:
             data = torch.Generator().manual_seed(1000 * seed + site.at_step)
             batch = torch.randn(4, WIDTH, generator=data)

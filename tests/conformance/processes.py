@@ -88,7 +88,7 @@ def island(number: int, folder: Path) -> None:
     for case in cases.CASES:
         if number < len(case.gradients):
             model = case.model()
-            with join(model, addresses[case.name], island_id=case.islands[number]) as site:
+            with join(model, None, addresses[case.name], island_id=case.islands[number]) as site:
                 rows, anchors = [cases.weights(model)], [_anchors(site)]
                 for _ in range(case.steps):
                     case.inner_step(model, number)
@@ -109,7 +109,7 @@ def _anchors(site: Session) -> list[tuple[int, float]]:
 
 def _linear(number: int, address: str) -> dict[str, object]:
     model, losses, states = linear_model(), [], []
-    with join(model, address, island_id=f"island-{number}") as site:
+    with join(model, None, address, island_id=f"island-{number}") as site:
         for _ in range(4):
             losses.append(linear_step(model, number))
             site.step(tokens=2)

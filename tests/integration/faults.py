@@ -49,7 +49,7 @@ def main(path: str) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     seen: list[Any] = []
     taken, folder = 0, Path(spec["out"]).parent
-    with join(model, spec["address"], island_id=spec["island"], optimizer=optimizer, connect_timeout_s=60) as site:
+    with join(model, optimizer, spec["address"], island_id=spec["island"], connect_timeout_s=60) as site:
         while not site.done:
             batch = torch.randn(4, WIDTH, generator=generator)
             optimizer.zero_grad()

@@ -128,7 +128,9 @@ def main(path: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{spec['store']}", rank=rank, world_size=size)
     model = build(spec["layout"], spec["begin"])
     seen: list[Any] = []
-    with join(model, spec["address"], island_id=spec["island"], connect_timeout_s=60, start_timeout_s=120) as site:
+    with join(
+        model, None, spec["address"], island_id=spec["island"], connect_timeout_s=60, start_timeout_s=120
+    ) as site:
         if spec["layout"] == "wide":
             settle_wide(model, site, seen)
         else:

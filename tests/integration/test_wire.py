@@ -59,7 +59,7 @@ def test_a_contribution_and_an_update_take_what_is_stated(codec: str, secure: bo
     files = tls if secure else None
     with (
         serving(config, tmp_path / "state", tls=files) as served,
-        join(model, served.address, island_id="a", tls=files) as site,
+        join(model, None, served.address, island_id="a", tls=files) as site,
     ):
         with torch.no_grad():
             model.weight.add_(1e-3)
@@ -81,7 +81,7 @@ def test_a_contribution_and_an_update_take_what_is_stated(codec: str, secure: bo
 def test_the_other_way_little_comes_back(tmp_path: Path) -> None:
     with serving(load_run(RUN.format(codec="fp32"), "the test").value, tmp_path / "state") as served:
         model = nn.Linear(WIDTH, 1024, bias=False)
-        with join(model, served.address, island_id="a") as site:
+        with join(model, None, served.address, island_id="a") as site:
             fetched = _back(site)
     assert fetched < 0.01 * 4 * WIDTH * 1024
 

@@ -40,7 +40,7 @@ def test_an_island_that_has_fallen_far_behind_takes_the_anchor_whole_and_goes_on
     with (
         serving(config(), tmp_path) as host,
         visit(host.address, "quick", LAYOUT) as quick,
-        join(model, host.address, island_id="slow") as site,
+        join(model, None, host.address, island_id="slow") as site,
     ):
         quick.join()
         quick.beat(ready=True)
@@ -66,7 +66,7 @@ def test_an_island_that_has_fallen_far_behind_takes_the_anchor_whole_and_goes_on
 def test_an_island_that_waits_for_the_start_leaves_when_it_is_told_to(tmp_path: Path, order: Drain | Stop) -> None:
     settings = config().model_copy(update={"rounds": config().rounds.model_copy(update={"start_islands": 2})})
     with serving(settings, tmp_path) as host, ThreadPoolExecutor() as pool:
-        waiting = pool.submit(join, nn.Linear(5, 3, bias=False), host.address, island_id="a")
+        waiting = pool.submit(join, nn.Linear(5, 3, bias=False), None, host.address, island_id="a")
         wait_until(lambda: host.ask(lambda run: run.state.seeded), "the island waits for another")
         host.call(host.run.take(order))
         with waiting.result(BOUND_S) as site:

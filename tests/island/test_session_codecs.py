@@ -43,7 +43,7 @@ def test_anchor_and_residuals_hold_all_that_was_trained(up: str, down: str, tmp_
     rounds = 25
     linear = nn.Linear(30, 12, bias=False)
     nn.init.zeros_(linear.weight)
-    with serving(config(up, down), tmp_path) as host, join(linear, host.address, island_id="a") as site:
+    with serving(config(up, down), tmp_path) as host, join(linear, None, host.address, island_id="a") as site:
         while site.at_step < rounds:
             with torch.no_grad():
                 linear.weight.sub_(STEP)
@@ -60,7 +60,7 @@ def test_anchor_and_residuals_hold_all_that_was_trained(up: str, down: str, tmp_
 
 def test_training_that_is_not_finite_drops_residuals_and_joining_again_keeps_them(tmp_path: Path) -> None:
     linear = nn.Linear(30, 12, bias=False)
-    with serving(config("int2", "fp32"), tmp_path) as host, join(linear, host.address, island_id="a") as site:
+    with serving(config("int2", "fp32"), tmp_path) as host, join(linear, None, host.address, island_id="a") as site:
         assert site.replica.feedback is not None
 
         def step(by: torch.Tensor) -> torch.Tensor:
@@ -99,15 +99,15 @@ def test_an_island_that_is_started_again_goes_on_with_its_residuals(tmp_path: Pa
     spool = str(tmp_path / "spool")
     with serving(config("int2", "fp32"), tmp_path / "state") as host:
         linear = nn.Linear(30, 12, bias=False)
-        with join(linear, host.address, island_id="a", spool_dir=spool) as site:
+        with join(linear, None, host.address, island_id="a", spool_dir=spool) as site:
             before = trained(linear, site)
         assert before.norm() > 0
         linear = nn.Linear(30, 12, bias=False)
-        with join(linear, host.address, island_id="a", spool_dir=spool) as site:
+        with join(linear, None, host.address, island_id="a", spool_dir=spool) as site:
             assert torch.equal(residual_of(site), before)
             after = trained(linear, site)
             assert not torch.equal(after, before)
-        with join(nn.Linear(30, 12, bias=False), host.address, island_id="b", spool_dir=spool) as site:
+        with join(nn.Linear(30, 12, bias=False), None, host.address, island_id="b", spool_dir=spool) as site:
             assert residual_of(site).norm() == 0
 
 
@@ -118,7 +118,7 @@ def test_what_was_in_flight_at_the_end_of_a_process_is_settled_by_whether_it_cou
     spool = str(tmp_path / "spool")
     with serving(config("int2", "fp32"), tmp_path / "state") as host:
         linear = nn.Linear(30, 12, bias=False)
-        with join(linear, host.address, island_id="a", spool_dir=spool) as site:
+        with join(linear, None, host.address, island_id="a", spool_dir=spool) as site:
             before = trained(linear, site)
             with torch.no_grad():
                 linear.weight.sub_(STEP)
@@ -127,7 +127,7 @@ def test_what_was_in_flight_at_the_end_of_a_process_is_settled_by_whether_it_cou
             site.courier.contribute(0, 1, 1, site.replica.stage(0), tokens=1, steps=1)
             assert site.replica.feedback is not None
             left = site.replica.feedback[0].keep().left[0]
-        with join(nn.Linear(30, 12, bias=False), host.address, island_id="a", spool_dir=spool) as site:
+        with join(nn.Linear(30, 12, bias=False), None, host.address, island_id="a", spool_dir=spool) as site:
             assert torch.equal(residual_of(site), left if counted else before)
 
 
@@ -136,7 +136,7 @@ def test_residuals_that_are_older_than_the_last_contribution_are_forgotten(tmp_p
     with serving(config("int2", "fp32"), tmp_path / "state") as host:
         for spool, kept in (("one", False), ("two", False), ("one", False), ("one", True)):
             linear = nn.Linear(30, 12, bias=False)
-            with join(linear, host.address, island_id="a", spool_dir=str(tmp_path / spool)) as site:
+            with join(linear, None, host.address, island_id="a", spool_dir=str(tmp_path / spool)) as site:
                 assert bool(residual_of(site).norm()) == kept
                 trained(linear, site)
 

@@ -92,7 +92,7 @@ class Site:
 
     def join(self, **limits: float) -> Session:
         """Has the island join; it leaves at the end of the test."""
-        joined = join(self.model, self._listen, island_id="site", optimizer=self.optimizer, **limits)  # type: ignore[arg-type]
+        joined = join(self.model, self.optimizer, self._listen, island_id="site", **limits)  # type: ignore[arg-type]
         self.site = self._stack.enter_context(joined)
         self.watch()
         return self.site

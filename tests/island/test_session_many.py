@@ -77,7 +77,7 @@ class Site:
         self._lives[index].close()
 
     def join(self, at: int = 0, **limits: Any) -> Session:
-        joined = join(self.model, self.addresses[at], island_id="site", optimizer=self.optimizer, **limits)
+        joined = join(self.model, self.optimizer, self.addresses[at], island_id="site", **limits)
         self.site = self._stack.enter_context(joined)
         return self.site
 
