@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,13 @@ def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Map
         for key, value in state.items():
             if isinstance(value, Scalar):
                 state[key] = type(value)(numbers[f"optimizer.{name}.{key}"])
+
+
+def keep_only(model: nn.Module, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
+    """Drops the state of parameters other than those named "optimizer.PARAMETER"."""
+    for name, tensor, _ in named_tensors(model):
+        if f"optimizer.{name}" not in names:
+            optimizer.state.pop(tensor, None)
 
 
 def prepare(optimizer: torch.optim.Optimizer) -> None:

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,6 +40,8 @@ log = logging.getLogger("diloco.island")
 SLICE_S = 0.25
 """How long a rank waits by itself before the ranks confer again."""
 Files = dict[str, tuple[int, str]]
+Taken = tuple[int, Plan, State, dict[str, Piece], torch.cuda.Event | None]
+"""Serial, plan, state, what this rank writes, and with CUDA what says that its copies are complete."""
 
 
 class Task:
@@ -120,7 +123,19 @@ class Checkpoints:
         found, self._damaged = choose(self.store, self._group, self._about)
         return found
 
-    def edge(self, step: int, capture: Callable[[], State], *, able: bool = True) -> None:
+    def due_between(self, step: int, end: int) -> bool:
+        """Whether one is to be taken at an edge from `step` on and before `end`, as far as that is known at `step`."""
+        every = self._settings.every_steps
+        return self._due or -(-step // every) * every < end
+
+    def edge(
+        self,
+        step: int,
+        capture: Callable[[], State],
+        *,
+        able: bool = True,
+        guard: AbstractContextManager[object] | None = None,
+    ) -> None:
         """The edge after an inner step: takes a checkpoint where one is due, and sees to the one under way. Collective.
 
         Args:
@@ -128,6 +143,7 @@ class Checkpoints:
             capture: what there is to keep.
             able: whether it can be taken at this edge; else it is at the next one where that is so. The same on all
                 ranks.
+            guard: held while what is captured is copied.
 
         Raises:
             EnvironmentFault: too many have failed in a row.
@@ -136,7 +152,7 @@ class Checkpoints:
         self._due = self._due or step % self._settings.every_steps == 0
         if self._due and able and self._draft is None:
             self._due = False
-            self._begin(step, capture)
+            self._begin(step, capture, guard or nullcontext())
             if not self._settings.asynchronous:
                 self.settle()
 
@@ -149,25 +165,13 @@ class Checkpoints:
 
     # -- taking -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, step: int, capture: Callable[[], State]) -> None:
+    def _begin(self, step: int, capture: Callable[[], State], guard: AbstractContextManager[object]) -> None:
         begun = time.monotonic()
-        state = capture()
-        mine = rows(state.pieces)
-        cut = xxhash.xxh3_64_hexdigest(json.dumps(mine).encode())
-        known = self._plan is not None and self._plan[0] == cut
-        busy = self._last is not None and self._last.running
-        answers = self._group.numbers([self._serial(), known, busy])
-        if any(row[2] for row in answers):
-            self._fail(step, "the one before is still being written")
+        with guard:
+            taken = self._take(step, capture())
+        if taken is None:
             return
-        if answers[0][0] < 0:
-            self._fail(step, f"{self.store.url} cannot be listed")
-            return
-        if self._plan is None or not all(row[1] for row in answers):
-            self._plan = cut, share_out(self._group.gather(mine), self._group.rank)
-        plan = self._plan[1]
-        staged, copied = self._stage(plan, state.pieces)
-        serial = answers[0][0]
+        serial, plan, state, staged, copied = taken
         failpoint("checkpoint-staged")
         self._last = Task(partial(self._write, folder_of(serial, step), plan, staged, copied, state.rank))
         self._draft = Draft(
@@ -180,6 +184,24 @@ class Checkpoints:
             task=self._last,
         )
         self._next = serial + 1
+
+    def _take(self, step: int, state: State) -> Taken | None:
+        """Agrees on who writes what, and copies what this rank does; None where there can be none."""
+        mine = rows(state.pieces)
+        cut = xxhash.xxh3_64_hexdigest(json.dumps(mine).encode())
+        known = self._plan is not None and self._plan[0] == cut
+        busy = self._last is not None and self._last.running
+        answers = self._group.numbers([self._serial(), known, busy])
+        if any(row[2] for row in answers):
+            self._fail(step, "the one before is still being written")
+            return None
+        if answers[0][0] < 0:
+            self._fail(step, f"{self.store.url} cannot be listed")
+            return None
+        if self._plan is None or not all(row[1] for row in answers):
+            self._plan = cut, share_out(self._group.gather(mine), self._group.rank)
+        plan = self._plan[1]
+        return answers[0][0], plan, state, *self._stage(plan, state.pieces)
 
     def _serial(self) -> int:
         """The next serial, as rank 0 knows it: above all that have ever been begun here. Below 0 where it does not."""

@@ -274,7 +274,7 @@ def test_an_update_that_has_moved_the_anchors_already_is_not_fetched_again(
     it = begin(config(4, overlap_steps=2))
     site = it.join()
     it.train(2)
-    wait_until(lambda: site._flights[0, 0].done(), "the update is here, and not applied")
+    wait_until(lambda: site.flights[0, 0].done(), "the update is here, and not applied")
     it.expire()
     it.commit(it.visitor("quick"), 1)
     wait_until(lambda: site.heart and site.heart.fatal, "the heart has heard of it")

@@ -1,0 +1,167 @@
+"""An island that is killed and started again ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.config import RunConfig
+from island.config_checkpoint import CheckpointConfig
+from island.session import Session, join
+from tests.support import Serving, serving
+
+STEPS = 24
+WIDTH = 6
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    settings: dict[str, Any] = {
+        "run": {"id": "kept", "steps": STEPS},
+        "sync": {"every_steps": 4},
+        "outer": {"lr": 0.7, "momentum": 0.9},
+        "rounds": {"start_islands": 1, "quorum": 1, "grace_s": 0.0, "lease_s": 60.0},
+    }
+    return RunConfig.model_validate(
+        {name: settings.get(name, {}) | sections.get(name, {}) for name in settings | sections}
+    )
+
+
+OVERLAP = {"sync": {"every_steps": 4, "overlap_steps": 2}}
+TWO = {"sync": {"strategy": "strided", "fragments": 2, "every_steps": 4, "overlap_steps": 3}}
+FEEDBACK = {"wire": {"up": "int4", "down": "int8"}}
+SPARSE = {"wire": {"up": "topk-4", "down": "int4", "feedback_decay": 0.9}}
+RUNS: dict[str, dict[str, Any]] = {
+    "barrier": {},
+    "overlap": OVERLAP,
+    "two fragments": TWO,
+    "feedback": FEEDBACK,
+    "feedback in flight": OVERLAP | FEEDBACK,
+    "sparse in flight, two fragments": TWO | SPARSE,
+}
+
+
+class Net(nn.Module):
+    """Two blocks, a frozen layer and a buffer of the island's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.frozen(x)
+
+
+class Place:
+    """Where the island stands in its data."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+class Island:
+    """A process of an island, in this one: what it has is its own. Within it, it trains; what is left of it then goes."""
+
+    def __init__(self, address: str, folder: Path, **settings: Any) -> None:
+        torch.manual_seed(7)
+        self.model, self.place = Net(), Place()
+        checkpoint = CheckpointConfig(url=str(folder), **{"every_steps": 1, **settings})
+        self.site: Session = join(self.model, None, address, island_id="a", checkpoint=checkpoint)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.02)
+        self.site.attach(self.optimizer, place=self.place)
+
+    def train(self, until: Callable[[Session], bool] = lambda _: False) -> None:
+        """Trains to the end of the run, or until something holds at a step edge."""
+        site = self.site
+        while not site.done and not until(site):
+            self.place.read += 1
+            batch = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(self.place.read))
+            batch = batch + 0.1 * torch.rand(())  # of the random state that all share
+            loss = (self.model(batch) - batch).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            site.step(tokens=3, loss=loss.item())
+
+    def __enter__(self) -> Island:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Nothing of it is done any more, and nobody hears of that."""
+        for seat in self.site._seats:
+            if seat.heart:
+                seat.heart.end()
+            seat.courier.abandon()
+            seat.link.close()
+            seat.pool.shutdown(wait=True, cancel_futures=True)
+
+    def bits(self) -> dict[str, Any]:
+        """All that makes what it does from here on."""
+        feedback = self.site.replica.feedback or ()
+        return {
+            "digests": self.site.digests(),
+            "model": {name: value.tolist() for name, value in self.model.state_dict().items()},
+            "moments": [{k: v.tolist() for k, v in state.items()} for state in self.optimizer.state.values()],
+            "residuals": [[v.tolist() for v in f.keep().residuals.values()] for f in feedback],
+            "place": self.place.read,
+            "random": torch.get_rng_state().tolist(),
+            "tokens": self.site.tokens,
+            "rounds": self.site.rounds,
+            "positions": self.site.replica.position,
+            "step": self.site.at_step,
+        }
+
+
+@contextmanager
+def run(name: str, folder: Path, **sections: dict[str, Any]) -> Iterator[Serving]:
+    with serving(config(**(RUNS[name] | sections)), folder) as host:
+        yield host
+
+
+_UNDISTURBED: dict[str, dict[str, Any]] = {}
+
+
+def undisturbed(name: str, folder: Path) -> dict[str, Any]:
+    """The end of a run in which nobody is killed, and nothing is kept."""
+    if name not in _UNDISTURBED:
+        with run(name, folder / "undisturbed") as host:
+            with Island(host.address, folder / "none", every_steps=1000) as island:
+                island.train()
+                _UNDISTURBED[name] = island.bits()
+    return _UNDISTURBED[name]
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("kept", "killed"), [(1, 1), (3, 3), (5, 11), (6, 6), (7, 14), (8, 8), (10, 21), (11, 24)])
+def test_an_island_that_is_killed_ends_with_the_same_bits(tmp_path: Path, name: str, kept: int, killed: int) -> None:
+    """The checkpoint is of step `kept`, and it is killed at `killed`: some rounds have ended since then."""
+    with run(name, tmp_path / "state") as host:
+        with Island(host.address, tmp_path / "kept", every_steps=kept) as first:
+            first.train(lambda site: site.at_step == kept)
+            first.site.keeping.settle()
+            first.site.keeping.checkpoints = None
+            first.train(lambda site: site.at_step == killed)
+        with Island(host.address, tmp_path / "kept", every_steps=1000) as second:
+            assert (second.site.keeping.exact, second.site.at_step) == (True, kept)
+            second.train()
+            assert second.site.rejoins == 0
+            assert second.bits() == undisturbed(name, tmp_path)
