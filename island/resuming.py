@@ -21,7 +21,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +45,6 @@ log = logging.getLogger("diloco.island")
 T = TypeVar("T")
 PATIENCE_S = 600.0
 """How long a checkpoint waits for a contribution to be taken up by its thread."""
-
-
-class Stateful(Protocol):
-    """Whatever else has a state of its own, such as the place in the data: JSON, the same on all ranks."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -110,7 +102,7 @@ class Keeping:
         self._replica: Replica = site.replica
         self._sent: dict[Key, Sent] = {}
         self._found: Manifest | None = None
-        self._extras: Mapping[str, Stateful] = {}
+        self._extras: Mapping[str, Callable[[], Any]] = {}
         self.exact = False
         """Whether this process goes on exactly where an earlier one stood."""
         self.checkpoints: Checkpoints | None = None
@@ -155,12 +147,16 @@ class Keeping:
         self._take_inner()
         return self.exact
 
-    def attach(self, optimizer: torch.optim.Optimizer | None, extras: Mapping[str, Stateful]) -> None:
-        """Names what else is kept, and takes up what the checkpoint has of it. Collective.
+    def kept(self, name: str) -> Any:
+        """What the checkpoint that the island goes on with has of an extra; None where it has nothing."""
+        return self._found.island["extras"].get(name) if self._found else None
+
+    def attach(self, optimizer: torch.optim.Optimizer | None, extras: Mapping[str, Callable[[], Any]]) -> None:
+        """Names what else is kept; takes up what the checkpoint has of the optimizer. Collective.
 
         Args:
             optimizer: the inner one, made after the island has joined.
-            extras: by name; the names of other processes of the island.
+            extras: by name, what gives their state as JSON; called on all ranks at an edge, and rank 0's is kept.
         """
         self._extras = extras
         if optimizer:
@@ -308,9 +304,6 @@ class Keeping:
         self._load(pieces)
         for optimizer in optimizers:
             inner.set_numbers(model, optimizer, found.island["numbers"])
-        for name, extra in self._extras.items():
-            if name in found.island["extras"]:
-                extra.load_state_dict(found.island["extras"][name])
         mine = values(self.checkpoints.store, found, self._group.rank)
         if mine:
             random_state.restore(mine["random"])
@@ -394,7 +387,7 @@ class Keeping:
             "feedback": [feedback.keep().round for _, feedback in self._feedback()],
             "flights": [self._flight(key) for key in site.flights],
         }
-        extras = {name: extra.state_dict() for name, extra in self._extras.items()}
+        extras = {name: state() for name, state in self._extras.items()}
         island = {"site": kept, "numbers": numbers, "extras": extras}
         return State(pieces=pieces, island=island, rank={"random": random_state.capture()})
 

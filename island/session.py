@@ -50,7 +50,7 @@ from island.heart import Heart
 from island.joining import check, hold, inventory, join_request, name_here, settle
 from island.lease import POLL_S, Limits
 from island.link import Link
-from island.resuming import Keeping, Stateful
+from island.resuming import Keeping
 from island.seat import REJOINS, Key, Seat, Seats, Word
 from island.settling import Settling
 
@@ -546,10 +546,13 @@ class Session:
         self.replica.position[fragment] = Position(header.version, round_ + 1)
         self._say("fragment %d round %d was %s: %s", fragment, round_, header.outcome, header.reason)
 
-    def attach(self, optimizer: torch.optim.Optimizer | None = None, **extras: Stateful) -> None:
-        """Has checkpoints hold an optimizer that was made after joining, and whatever else has a state of its own; takes
-        up what the checkpoint has of them that the island goes on with. Collective, before the first step."""
+    def attach(self, optimizer: torch.optim.Optimizer | None = None, **extras: Callable[[], Any]) -> None:
+        """Has checkpoints hold an optimizer made after joining, and what else has a state; see `Keeping.attach`."""
         self.keeping.attach(optimizer, extras)
+
+    def kept(self, name: str) -> Any:
+        """The state of an extra in the checkpoint that the island goes on with; None where there is none."""
+        return self.keeping.kept(name)
 
     # -- the outer parameters ---------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class Trainer:
         data, every = self.island.data, self.island.metrics.every_steps
         begun, evaluate = time.monotonic(), self.island.eval.every_steps
         if self.site:
-            self.site.optimizer = optimizer
+            self.site.attach(optimizer)
         tokens = step = 0
         while (step := self.site.at_step if self.site else step) < steps:
             if any(row[0] for row in group.numbers([self.stop()])):

@@ -95,6 +95,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             max_bandwidth_mbps=island.max_bandwidth_mbps,
             spool_dir=island.spool_dir or str(progress.parent / "spool"),
             tls=config.tls.files(),
+            checkpoint=config.checkpoint,
         ) as site,
     ):
         site.record, site.progressed = metrics.record, progress.touch
@@ -111,6 +112,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
         )
         departure.training = True
         reason = trainer.train()
+        site.keeping.settle()
         digests = site.digests()
         up, down = site.report()
         metrics.record(

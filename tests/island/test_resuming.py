@@ -62,36 +62,24 @@ class Net(nn.Module):
         return self.frozen(x)
 
 
-class Place:
-    """Where the island stands in its data."""
-
-    def __init__(self) -> None:
-        self.read = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"read": self.read}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.read = state["read"]
-
-
 class Island:
-    """A process of an island, in this one: what it has is its own. Within it, it trains; what is left of it then goes."""
+    """A process of an island, in this one: what it has is its own, and ends with the block."""
 
     def __init__(self, address: str, folder: Path, **settings: Any) -> None:
         torch.manual_seed(7)
-        self.model, self.place = Net(), Place()
+        self.model = Net()
         checkpoint = CheckpointConfig(url=str(folder), **{"every_steps": 1, **settings})
         self.site: Session = join(self.model, None, address, island_id="a", checkpoint=checkpoint)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.02)
-        self.site.attach(self.optimizer, place=self.place)
+        self.read: int = self.site.kept("read") or 0
+        self.site.attach(self.optimizer, read=lambda: self.read)
 
     def train(self, until: Callable[[Session], bool] = lambda _: False) -> None:
         """Trains to the end of the run, or until something holds at a step edge."""
         site = self.site
         while not site.done and not until(site):
-            self.place.read += 1
-            batch = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(self.place.read))
+            self.read += 1
+            batch = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(self.read))
             batch = batch + 0.1 * torch.rand(())  # of the random state that all share
             loss = (self.model(batch) - batch).square().mean()
             self.optimizer.zero_grad()
@@ -122,7 +110,7 @@ class Island:
             "model": {name: value.tolist() for name, value in self.model.state_dict().items()},
             "moments": [{k: v.tolist() for k, v in state.items()} for state in self.optimizer.state.values()],
             "residuals": [[v.tolist() for v in f.keep().residuals.values()] for f in feedback],
-            "place": self.place.read,
+            "read": self.read,
             "random": torch.get_rng_state().tolist(),
             "tokens": self.site.tokens,
             "rounds": self.site.rounds,
@@ -143,10 +131,10 @@ _UNDISTURBED: dict[str, dict[str, Any]] = {}
 def undisturbed(name: str, folder: Path) -> dict[str, Any]:
     """The end of a run in which nobody is killed, and nothing is kept."""
     if name not in _UNDISTURBED:
-        with run(name, folder / "undisturbed") as host:
-            with Island(host.address, folder / "none", every_steps=1000) as island:
-                island.train()
-                _UNDISTURBED[name] = island.bits()
+        none = folder / "none"
+        with run(name, folder / "undisturbed") as host, Island(host.address, none, every_steps=1000) as island:
+            island.train()
+            _UNDISTURBED[name] = island.bits()
     return _UNDISTURBED[name]
 
 
