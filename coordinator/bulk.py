@@ -19,9 +19,10 @@ from coordinator.flow import IDLE_S, Flow, Heard
 from coordinator.fold import Part
 from coordinator.inbox import Stored, codecs_of, part_size, select
 from coordinator.intake import Place
-from coordinator.results import Outcome, Taken
+from coordinator.results import Taken
 from coordinator.run import Run
 from coordinator.scan import Scan
+from coordinator.updates import Update
 from coordinator.upload import RETRY_S, Slot, Stream, Upload
 from coordinator.words import waiting_for
 from diloco.codec import CODECS, Choice, Codec
@@ -36,7 +37,7 @@ from diloco.errors import (
     StaleEpoch,
 )
 from diloco.failpoints import failpoint
-from diloco.framing import FRAME_BYTES, chunks, pieces_from_proto, read_end
+from diloco.framing import FRAME_BYTES, chunks, pieces_from_proto, read_end, update_end
 from diloco.layout import Piece
 from diloco.v1 import coordinator_pb2 as pb
 from diloco.window import Window
@@ -300,6 +301,15 @@ class Bulk:
                     failpoint("fetch-chunk")
             if header.total_bytes:
                 progress.window_bytes = window.bytes
+            if header.outcome == "committed":
+                await _send(context, update_end(await self._digest(request)))
+
+    async def _digest(self, request: pb.FetchRequest) -> int:
+        """The digest that an update leads to, once the ledger has it."""
+        outcome = await self._run.outcome(request.fragment, request.round, MAX_WAIT_S)
+        if outcome is None:
+            raise Overload("the round is not published yet: ask again", retry_after_s=RETRY_S)
+        return outcome.digest
 
     async def _found(self, request: pb.FetchRequest) -> tuple[pb.FetchHeader, Iterator[Tensor]]:
         """The header and the whole payload of an answer."""
@@ -310,39 +320,39 @@ class Bulk:
             pin = await run.anchor(fragment, request.version if request.first_byte else None)
             if pin.version != request.version:
                 first_byte = 0
-            header = pb.FetchHeader(outcome="anchor", version=pin.version, round=pin.ended)
-            payload, digest = pin.anchor.view(torch.uint8), pin.digest
+            digest = pin.digest & (2**64 - 1)
+            header = pb.FetchHeader(outcome="anchor", version=pin.version, round=pin.ended, digest=digest)
+            payload, reach = pin.anchor.view(torch.uint8), _at_once
             choice: Choice = CODECS["fp32"]
         else:
             wait_s = min(MAX_WAIT_S, max(0.0, request.wait_s))
-            outcome = await run.outcome(fragment, request.round, wait_s)
-            if outcome is None:
+            found = await run.update(fragment, request.round, wait_s)
+            if found is None:
                 reason = waiting_for(run.state, fragment, run.clock())
                 return pb.FetchHeader(outcome="open", reason=reason), iter(())
-            header = self._outcome_header(outcome)
-            if outcome.update is None:
-                return header, iter(())
-            try:
-                payload = run.store.files.map(outcome.update)
-            except OSError as error:
-                raise DilocoError(f"the coordinator cannot read this: {error}") from error
-            choice, digest = run.down, outcome.digest
+            choice = run.down
+            if isinstance(found, Update):
+                header = pb.FetchHeader(outcome="committed", reason=found.reason, version=found.version)
+                payload, reach = found.payload, found.reach
+            else:
+                header = pb.FetchHeader(outcome=found.ended, reason=found.reason, version=found.version)
+                if found.update is None:
+                    return header, iter(())
+                try:
+                    payload, reach = run.store.files.map(found.update), _at_once
+                except OSError as error:
+                    raise DilocoError(f"the coordinator cannot read this: {error}") from error
         pieces = self._pieces(request.pieces, fragment)
         header.codec_id, header.codec_version = choice.id, choice.version
-        header.digest = digest & (2**64 - 1)
         header.total_bytes = part_size(run.fragments[fragment], pieces, choice)
         if first_byte > header.total_bytes:
             raise Malformed(f"the payload has {header.total_bytes} bytes, and it is asked for from byte {first_byte}")
         header.first_byte = first_byte
-        return header, select(run.fragments[fragment], payload, pieces, choice)
+        return header, select(run.fragments[fragment], payload, pieces, choice, reach)
 
-    def _outcome_header(self, outcome: Outcome) -> pb.FetchHeader:
-        return pb.FetchHeader(
-            outcome=outcome.ended,
-            reason=outcome.reason,
-            version=outcome.version,
-            digest=outcome.digest & (2**64 - 1),
-        )
+
+def _at_once(byte: int) -> None:
+    """The payload is there."""
 
 
 async def _lively(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -4,8 +4,9 @@ One small object, so that tests can put a disk under a coordinator that is full,
 operation that the disk fails raises `OSError`, and what was durable before is still there.
 
 Durable are files that are published: fsync of the file, rename, fsync of the folder. Not durable, because nothing
-depends on it: lines of `events.jsonl` (the ledger has them, and the next start writes what is missing), and the
-removal of files (what comes back after a power loss is removed again by the next start or snapshot).
+depends on it: lines of `events.jsonl` (the ledger has them, and the next start writes what is missing), updates that
+no snapshot holds (the next start folds them again), and the removal of files (what comes back after a power loss is
+removed again by the next start or snapshot).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+WRITE_BYTES = 2**20
+"""Bytes that are written at a time. For more some kernels look for large pages, which takes ten times as long."""
 _START = 2
 """SYNC_FILE_RANGE_WRITE: begins, and does not wait for the end."""
 
@@ -43,8 +46,21 @@ class Files:
 
     def dump(self, path: Path, data: Any) -> None:
         """Writes bytes to a file that nobody reads yet."""
+        view = memoryview(data)
+        flat = view.cast("B") if view.nbytes else view
         with path.open("wb") as file:
-            file.write(data)
+            for begin in range(0, view.nbytes, WRITE_BYTES):
+                file.write(flat[begin : begin + WRITE_BYTES])
+
+    def create(self, path: Path, size: int) -> int:
+        """Begins a file of `size` bytes that nobody reads yet; returns its descriptor."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            os.ftruncate(descriptor, size)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def dump_tensors(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Writes tensors (safetensors) to a file that nobody reads yet."""
@@ -136,10 +152,14 @@ class Files:
     def publish(self, partial: Path, path: Path) -> None:
         """Makes a finished temporary file durable under its name."""
         self.sync(partial)
+        self.show(partial, path)
+        self.sync(path.parent)
+
+    def show(self, partial: Path, path: Path) -> None:
+        """Gives a finished temporary file its name, and leaves it to others to make it durable."""
         self.rename(partial, path)
         if path.parent in self._counted:
             self._note(path, path.stat().st_size)
-        self.sync(path.parent)
 
     def unlink(self, path: Path) -> None:
         """Removes a file, if it is there."""

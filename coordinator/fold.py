@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,6 +99,7 @@ def fold(
     config: OuterConfig,
     down: Choice,
     room: Tensor | None = None,
+    made: Callable[[Tensor, int], None] = lambda update, until: None,
 ) -> tuple[Outer, Tensor]:
     """Takes one outer step in place: of each tensor `diloco.outer.step`, with contributions in the order of `shares`.
 
@@ -112,6 +113,7 @@ def fold(
         config: the outer optimizer.
         down: codecs of the update.
         room: where to put the update, if it fits: uint8. Memory that is new costs page faults.
+        made: is told after every tensor the update's payload, and up to which byte it is made.
 
     Returns:
         The outer state at the next version, in the tensors of `outer`; and the update's payload (uint8): what to
@@ -127,7 +129,7 @@ def fold(
                 part.verify()
     pieces = chart(contributions, shares)
     state = OuterState(outer.anchor, outer.momentum, outer.residual)
-    size = sum(down.of(spec).size(spec.numel) for spec in fragment.specs)
+    size = update_size(fragment, down)
     update = torch.empty(size, dtype=torch.uint8) if room is None or room.numel() < size else room[:size]
     end, found = 0, 0
     for tensor, spec, start in zip(fragment.tensors, fragment.specs, fragment.starts, strict=True):
@@ -136,7 +138,13 @@ def fold(
         here = OuterState(*(x[start : start + spec.numel] for x in state))
         optimizer = Optimizer(config.lr, config.momentum) if spec.kind == "parameter" else MEAN
         found = combine(found, step(spec.shape, start, pieces[tensor], here, update[begin:end], codec, optimizer))
+        made(update, end)
     return replace(outer, version=outer.version + 1, digest=found), update
+
+
+def update_size(fragment: Fragment, down: Choice) -> int:
+    """Bytes of an update of a fragment."""
+    return sum(down.of(spec).size(spec.numel) for spec in fragment.specs)
 
 
 MEAN = Optimizer(lr=1.0, mu=0.0)

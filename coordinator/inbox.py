@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -276,8 +276,17 @@ def part_size(tensors: Fragment, pieces: Sequence[Piece], choice: Choice) -> int
     return sum(choice.of(spec).part_size(spec.shape, piece.box) for spec, piece in zip(specs, pieces, strict=True))
 
 
-def select(tensors: Fragment, payload: Tensor, pieces: Sequence[Piece], choice: Choice) -> Iterator[Tensor]:
-    """Yields the parts of a fragment's payload (uint8, tensors in flat order) that decode to `pieces`, in order."""
+def select(
+    tensors: Fragment,
+    payload: Tensor,
+    pieces: Sequence[Piece],
+    choice: Choice,
+    reach: Callable[[int], None] = lambda byte: None,
+) -> Iterator[Tensor]:
+    """Yields the parts of a fragment's payload (uint8, tensors in flat order) that decode to `pieces`, in order.
+
+    `reach` returns once the payload is there up to a byte: it is asked for the end of each tensor that is looked at.
+    """
     ends = list(accumulate(choice.of(spec).size(spec.numel) for spec in tensors.specs))
     for piece in pieces:
         where = tensors.place.get(piece.tensor)
@@ -285,5 +294,6 @@ def select(tensors: Fragment, payload: Tensor, pieces: Sequence[Piece], choice: 
             raise Malformed(f"tensor {piece.tensor} is not part of fragment {tensors.index}")
         spec = tensors.specs[where]
         codec = choice.of(spec)
+        reach(ends[where])
         whole = payload[ends[where] - codec.size(spec.numel) : ends[where]]
         yield codec.select(whole, spec.shape, piece.box)

@@ -73,6 +73,7 @@ class Keeper:
         return draft.versions
 
     def _finish(self, draft: Draft) -> Sequence[int]:
+        self._store.sync_updates()
         manifest, needed = draft.finish(self._config.snapshot.keep)
         self._compact(COMPACT_ROWS)
         if self._copies:

@@ -23,7 +23,7 @@ from coordinator import facts, rounds
 from coordinator.admission import Admission
 from coordinator.anchors import Anchors, Pinned
 from coordinator.facts import Aborted, Committed, Ended, Skipped
-from coordinator.fold import Outer, Part, fold
+from coordinator.fold import Outer, Part, fold, update_size
 from coordinator.intake import Intake
 from coordinator.keeper import Keeper
 from coordinator.recovery import Recovered, clean, folded_row, layout_row, recover, run_row
@@ -31,6 +31,7 @@ from coordinator.results import Outcome, Progress, Totals
 from coordinator.snapshots import Draft
 from coordinator.state import revive
 from coordinator.store import UPDATES_KEPT, Store
+from coordinator.updates import Update
 from coordinator.upload import Uploads
 from coordinator.words import announce
 from diloco.codec.policy import down_choice, up_choice
@@ -54,6 +55,8 @@ DISK_RETRY_S = 1.0
 ANCHOR_S = 60.0
 """How long a request for an anchor waits for the fold of its fragment."""
 T = TypeVar("T")
+Key = tuple[int, int]
+"""Fragment and round."""
 Row = tuple[str, dict[str, Any]]
 """Kind and body of a row of the ledger."""
 
@@ -76,7 +79,8 @@ class Run:
         self.ended: list[int] = found.ended
         """Rounds of each fragment whose outcome is published."""
         self.progress = {island: Progress() for island in self.state.members}
-        self.outcomes: dict[tuple[int, int], Outcome] = {}
+        self.outcomes: dict[Key, Outcome] = {}
+        self.going: dict[Key, Update] = {}  # of rounds whose fold is under way
         committed = sum(outer.version for outer in found.outers)
         aborted = sum(isinstance(end, Aborted) for end, _ in found.ends.values())
         self.totals = Totals(committed=committed, skipped=sum(found.ended) - committed - aborted, aborted=aborted)
@@ -332,7 +336,10 @@ class Run:
                 await asyncio.sleep(DISK_RETRY_S)
 
     async def _fold(self, decision: Committed) -> None:
-        """Folds a round, which moves the fragment's tensors once however often the disk fails, and publishes it."""
+        """Folds a round, which moves the fragment's tensors once however often the disk fails, and publishes it.
+
+        Its update goes out while it is made, as the decision is durable.
+        """
         number, inbox, key = decision.fragment, self.inbox, (decision.fragment, decision.round)
 
         def load() -> dict[str, list[Part]]:
@@ -340,27 +347,55 @@ class Run:
 
         def work() -> tuple[Outer, Tensor]:
             fragment, outer = self.fragments[number], self.outers[number]
-            moved = fold(fragment, outer, parts, decision.shares, self.config.outer, self.down, self._room)
+            moved = fold(fragment, outer, parts, decision.shares, self.config.outer, self.down, self._room, made)
             failpoint("fold-computed")
             return moved
+
+        def made(payload: Tensor, until: int) -> None:
+            with contextlib.suppress(OSError):  # what the disk does not take now it is asked to take at the end
+                update.take(payload, until)
 
         failpoint("fold-begun")
         async with self._locks[number]:
             parts = await self._until_durable(lambda: self.in_worker(load))
-            self._moving.add(number)
-            new, update = await self.to_its_end(self.in_worker(work))
-            self._room = max(self._room, update, key=Tensor.numel)
-            path = await self._until_durable(lambda: self._keep_update(decision, new, update))
-            self.outers[number] = new
-            self._moving.discard(number)
+            async with self._going_out(decision) as update:
+                self._moving.add(number)
+                new, payload = await self.to_its_end(self.in_worker(work))
+                self._room = max(self._room, payload, key=Tensor.numel)
+                path = await self._until_durable(lambda: self._keep_update(decision, new, update, payload))
+                self.outers[number] = new
+                self._moving.discard(number)
         self.totals.committed += 1
         self.totals.unsaved += 1
         self._publish(decision, Outcome("committed", decision.reason, new.version, new.digest, path))
 
-    async def _keep_update(self, decision: Committed, new: Outer, update: Tensor) -> Path:
-        """Makes an update durable, and what the fold came to."""
+    @contextlib.asynccontextmanager
+    async def _going_out(self, decision: Committed) -> AsyncIterator[Update]:
+        """Begins an update, and lets it be fetched while it is made."""
+        fragment, key = decision.fragment, (decision.fragment, decision.round)
+
+        def begin() -> Update:
+            path, size = self.store.update_path(*key), update_size(self.fragments[fragment], self.down)
+            return Update(self.store.files, path, size, self.outers[fragment].version + 1, decision.reason)
+
+        update = self.going[key] = await self._until_durable(lambda: self.in_worker(begin))
+        try:
+            async with self.changed:
+                self.changed.notify_all()
+            yield update
+        finally:
+            del self.going[key]
+            update.close()
+
+    async def _keep_update(self, decision: Committed, new: Outer, update: Update, payload: Tensor) -> Path:
+        """Keeps an update in its file, and makes durable what the fold came to."""
         key = decision.fragment, decision.round
-        path = await self.in_worker(lambda: self.store.write_update(*key, update))
+
+        def keep() -> Path:
+            update.take(payload, payload.numel())
+            return self.store.keep_update(*key, update)
+
+        path = await self.in_worker(keep)
         failpoint("fold-written")
         known = self._digests.get((decision.fragment, new.version), "")
         if known and known != show(new.digest):
@@ -424,17 +459,7 @@ class Run:
         late = self.config.rounds.late_window
         for fragment, needed in enumerate(needed_from):
             self.inbox.forget(fragment, before=needed - late)
-            self._sweep(fragment, before=needed - late)
-
-    def _sweep(self, fragment: int, before: int) -> None:
-        """Removes files of rounds of a fragment before round `before` that no contribution holds.
-
-        They are parts that were refused because the disk failed: it may have kept their row in the ledger all the same.
-        """
-        for path in self.store.root.glob(f"inbox/f{fragment}-r*"):
-            if int(path.name.split("-")[1][1:]) < before and not self.inbox.holds(path):
-                with contextlib.suppress(OSError):  # it goes another time
-                    self.store.files.unlink(path)
+            self.store.sweep(fragment, before=needed - late, holds=self.inbox.holds)
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
@@ -522,21 +547,26 @@ class Run:
 
     async def outcome(self, fragment: int, round_: int, wait_s: float) -> Outcome | None:
         """How a round ended; waits at most `wait_s` for it, and returns none where it is still open."""
+        return await self._known(fragment, round_, wait_s, self.outcomes.get)
+
+    async def update(self, fragment: int, round_: int, wait_s: float) -> Outcome | Update | None:
+        """As `outcome`, or already what its fold is making."""
+        return await self._known(fragment, round_, wait_s, lambda key: self.outcomes.get(key) or self.going.get(key))
+
+    async def _known(self, fragment: int, round_: int, wait_s: float, look: Callable[[Key], T | None]) -> T | None:
+        key = fragment, round_
         if not 0 <= fragment < len(self.state.rounds):
             raise Malformed(f"fragment {fragment} has no rounds; there are {len(self.state.rounds)} fragments")
         self.here(fragment)
 
-        def known() -> bool:
-            return (fragment, round_) in self.outcomes
-
-        if not known() and self.ended and round_ < self.ended[fragment]:
+        if not look(key) and self.ended and round_ < self.ended[fragment]:
             raise Expired(f"the update of round {round_} is no longer kept: fetch anchors", fragment=fragment)
         try:
             async with asyncio.timeout(wait_s), self.changed:
-                await self.changed.wait_for(lambda: known() or self._closing)
+                await self.changed.wait_for(lambda: look(key) or self._closing)
         except TimeoutError:
             return None
-        return self.outcomes.get((fragment, round_))
+        return look(key)
 
     async def anchor(self, fragment: int, version: int | None) -> Pinned:
         """The anchor of a fragment at `version` where that is still kept, else as it stands.

@@ -17,8 +17,9 @@ import contextlib
 import fcntl
 import json
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from coordinator.files import Files
 from coordinator.ledger import Ledger, Row
+from coordinator.updates import Update
 from diloco.config import RunConfig
 from diloco.errors import DilocoError, EnvironmentFault, RunMismatch
 
@@ -48,6 +50,9 @@ class Store:
     def __init__(self, root: Path, files: Files | None = None) -> None:
         self.root = root
         self.files = files or Files()
+        self._fresh: set[Path] = set()
+        """Updates that are not durable yet."""
+        self._lock_fresh = threading.Lock()
         try:
             for name in ("inbox", "updates", "anchors", "fragments"):
                 (root / name).mkdir(parents=True, exist_ok=True)
@@ -147,6 +152,16 @@ class Store:
         """Counts the bytes of contributions and updates anew."""
         self.files.count(self.root / "inbox", self.root / "updates")
 
+    def sweep(self, fragment: int, before: int, holds: Callable[[Path], bool]) -> None:
+        """Removes files of rounds of a fragment before round `before` that no contribution holds.
+
+        They are parts that were refused because the disk failed: it may have kept their row in the ledger all the same.
+        """
+        for path in self.root.glob(f"inbox/f{fragment}-r*"):
+            if int(path.name.split("-")[1][1:]) < before and not holds(path):
+                with contextlib.suppress(OSError):  # it goes another time
+                    self.files.unlink(path)
+
     def inbox_path(self, name: str) -> Path:
         """Where a part of a contribution is kept until its round has ended."""
         return self.root / "inbox" / name
@@ -155,12 +170,29 @@ class Store:
         """Where the update that ended a round is kept."""
         return self.root / "updates" / f"f{fragment:04d}-r{round_:08d}.bin"
 
-    def write_update(self, fragment: int, round_: int, payload: Tensor) -> Path:
-        """Keeps an update, and forgets the one that is `UPDATES_KEPT` rounds older."""
-        path = self.update_path(fragment, round_)
-        self.files.write(path, payload.numpy())
+    def keep_update(self, fragment: int, round_: int, update: Update) -> Path:
+        """Keeps an update that is whole, and forgets the one that is `UPDATES_KEPT` rounds older.
+
+        It is not durable before `sync_updates`: until a snapshot holds its round, a start folds it again.
+        """
+        with self._lock_fresh:
+            self._fresh.add(update.path)
+        if update.partial.exists():  # it has its name already where only what follows has failed
+            self.files.show(update.partial, update.path)
         self.files.unlink(self.update_path(fragment, round_ - UPDATES_KEPT))
-        return path
+        return update.path
+
+    def sync_updates(self) -> None:
+        """Makes the updates durable that are kept; before the manifest of a snapshot that holds their rounds."""
+        with self._lock_fresh:
+            fresh = set(self._fresh)
+        for path in fresh:
+            with contextlib.suppress(FileNotFoundError):  # older than those that are kept
+                self.files.sync(path)
+        if fresh:
+            self.files.sync(self.root / "updates")
+        with self._lock_fresh:
+            self._fresh -= fresh
 
     def write_anchor(self, fragment: int, version: int, anchor: Tensor) -> Tensor:
         """Puts an anchor (fp32) aside for as long as somebody fetches it; returns it as a memory map of its file."""

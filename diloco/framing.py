@@ -2,8 +2,10 @@
 
 A chunk is 8 bytes offset of its first byte in the whole payload, 8 bytes check, and then its bytes. The check is the
 lower half of the XXH3-128 of the whole payload up to the end of the chunk: so it vouches for all that came before it
-as well, and one pass over the bytes gives both it and the digest. The end of a push is the 16
-bytes of that digest, and so shorter than any chunk. Integers are little-endian. The headers are in `proto/`.
+as well, and one pass over the bytes gives both it and the digest. The end of a push is the 16 bytes of that digest,
+and so shorter than any chunk. A fetch of an update ends with the 8 bytes of the digest of the anchor that it leads to,
+which is known once all of it is made: nothing of an update counts before its end. Integers are little-endian. The
+headers are in `proto/`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from diloco.errors import CodecError, LayoutError
 from diloco.layout import Box, Layout, Piece
 from diloco.v1 import coordinator_pb2 as pb
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the protocol that this code speaks."""
 SERVICE = "diloco.v1.Coordinator"
 CONTROL_LIMIT_BYTES = 16 * 2**20
@@ -33,6 +35,8 @@ FRAME_BYTES = _FRAME.size
 """Bytes of a chunk before its payload."""
 END_BYTES = 16
 """Bytes of the end of a push."""
+UPDATE_END_BYTES = 8
+"""Bytes of the end of a fetch of an update."""
 
 
 def check_of(whole: xxhash.xxh3_128) -> int:
@@ -114,6 +118,18 @@ def digest_of(parts: Iterable[Tensor], length: int) -> str:
         if not left:
             break
     return whole.hexdigest()
+
+
+def update_end(digest: int) -> bytes:
+    """The end of a fetch of an update: the digest of the anchor that it leads to."""
+    return (digest & (2**64 - 1)).to_bytes(UPDATE_END_BYTES, "little")
+
+
+def read_update_end(message: bytes) -> int:
+    """The digest (unsigned) at the end of a fetch of an update. Raises `CodecError` for other messages."""
+    if len(message) != UPDATE_END_BYTES:
+        raise CodecError(f"an update ends with {UPDATE_END_BYTES} bytes, not {len(message)}")
+    return int.from_bytes(message, "little")
 
 
 def read_end(message: bytes) -> str:

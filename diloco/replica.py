@@ -9,17 +9,18 @@ Anchors are fp32 on the CPU (pinned where there is CUDA), so a device holds no m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from diloco.arriving import Arriving, Home, Homes, split, views
 from diloco.buffers import Buffers
-from diloco.codec import CODECS, Choice
+from diloco.codec import Choice, native
 from diloco.digest import combine, digest
-from diloco.errors import CodecError, DivergedError, LayoutError
+from diloco.errors import DivergedError, LayoutError
 from diloco.feedback import AT_ONCE, Counted, Ending, Fate, Feedback
 from diloco.fragments import Fragment
 from diloco.layout import Box, Piece, TensorSpec
@@ -39,6 +40,11 @@ class Held:
     """Ranks of the island that hold this piece; the first sends, receives and counts for it."""
     anchor: Tensor = field(init=False)
     """The outer parameters of the piece, fp32, CPU. Never shares storage with `local`."""
+    moves: int = field(default=0, init=False)
+    """Changes whenever the anchor begins to change, and when that is over."""
+    _home: Home | None = field(default=None, init=False)
+    _known: tuple[int, int] = field(default=(0, -1), init=False)
+    """A part of the digest, and `moves` when it was found."""
 
     def __post_init__(self) -> None:
         if self.local.dtype != torch.float32:
@@ -56,6 +62,18 @@ class Held:
     def digest(self) -> int:
         """This piece's part of its fragment's digest."""
         return digest(self.anchor, self.start, self.spec.shape, self.box)
+
+    @property
+    def known(self) -> int | None:
+        """The same as it was found when the anchor last moved, if it is known and still true."""
+        return self._known[0] if self._known[1] == self.moves else None
+
+    def settle(self, home: Home, anchor: Tensor, known: int | None) -> Home | None:
+        """Takes another tensor for the anchor; returns the home of the one before. See `arriving.Homes.move`."""
+        left, self._home, self.anchor = self._home, home, anchor
+        self.moves += 1
+        self._known = (0, -1) if known is None else (known, self.moves)
+        return left
 
 
 @dataclass(kw_only=True, eq=False)
@@ -113,7 +131,10 @@ class Replica:
         """Per fragment, what codecs dropped of this rank's contributions; None where all drop little."""
         pinned = any(h.local.is_cuda for h in pieces)
         self._buffers = Buffers(torch.float32, pinned=pinned)
-        """For staged parameters and decoded updates: at most two idle ones of the size of the largest fragment."""
+        """For staged parameters: at most two idle ones of the size of the largest fragment."""
+        self._homes = Homes(pinned=pinned)
+        for fragment in range(len(fragments)):
+            self._house(self.owned(fragment))
         self._staged: dict[int, Tensor] = {}
         """Of fragments whose contribution is in flight, what holds the pseudo-gradient."""
         self.taken: list[int | None] = [None] * len(fragments)
@@ -128,6 +149,12 @@ class Replica:
         """The pieces this rank sends and receives for its island."""
         return [h for h in self._held[fragment] if h.owners[0] == self.rank]
 
+    def _house(self, owned: Sequence[Held]) -> None:
+        """Puts the anchors of a fragment next to each other."""
+        home = self._homes.take(sum(h.box.numel for h in owned))
+        for h, view in zip(owned, views(home.buffer, owned), strict=True):
+            self._homes.move(h, home, view.copy_(h.anchor), None)
+
     # -- up ---------------------------------------------------------------------------------------------------
 
     def stage(self, fragment: int) -> Staged:
@@ -139,7 +166,7 @@ class Replica:
         """
         owned = self.owned(fragment)
         buffer = self._buffers.take(sum(h.box.numel for h in owned))
-        copies = _views(buffer, owned)
+        copies = views(buffer, owned)
         if not any(h.local.is_cuda for h in owned):
             good = [_copy(held.local, copy) for copy, held in zip(copies, owned, strict=True)]
             return Staged(copies=copies, buffer=buffer, finite=all(good))
@@ -250,7 +277,7 @@ class Replica:
 
     def arriving(self, held: Sequence[Held]) -> Arriving:
         """Takes an update for some pieces of one fragment, as its bytes come."""
-        return Arriving(held, self.down, self._buffers)
+        return Arriving(held, self.down, self._homes)
 
     def decode(self, held: Sequence[Held], payload: Tensor) -> None:
         """Moves the anchors of some pieces by an update: `anchor <- anchor - decoded`, the same bits everywhere.
@@ -266,18 +293,23 @@ class Replica:
 
     def load(self, held: Sequence[Held], payload: Tensor, choice: Choice) -> None:
         """Replaces the anchors of some pieces by whole values, as when joining."""
-        for h, part in zip(held, _split(held, payload, choice), strict=True):
+        for h, part in zip(held, split(held, payload, choice), strict=True):
+            h.moves += 1
             choice.of(h.spec).decode_part(part, h.spec.shape, h.box, h.anchor.view(-1))
+            h.moves += 1
 
-    def digest_parts(self, fragment: int) -> tuple[int, int]:
+    def digest_parts(self, fragment: int, *, known: bool = False) -> tuple[int, int]:
         """This rank's parts of two sums over the island: the fragment's digest, and a check that must come to 0.
 
         Owners add their pieces to the first. To the second every other holder adds what it holds and the owner takes
         away as much as the others should hold; so it is 0 exactly where all copies inside the island agree.
+
+        Args:
+            known: take what was found while an update was applied, rather than look at those anchors again.
         """
         owned, check = 0, 0
         for h in self._held[fragment]:
-            part = h.digest()
+            part = h.known if known and h.known is not None else h.digest()
             if h.owners[0] == self.rank:
                 owned = combine(owned, part)
                 check = combine(check, -part * (len(h.owners) - 1))
@@ -290,7 +322,10 @@ class Replica:
         """Brings the anchor into training: `local <- (1 - alpha) * anchor + alpha * local`, tensor by tensor."""
         alpha = self.alpha if alpha is None else alpha
         for h in self._held[fragment]:
-            if not alpha:
+            if not alpha and native.usable(h.local, h.anchor):
+                native.copy(h.anchor, h.local)
+                increment_version(h.local)
+            elif not alpha:
                 h.local.copy_(h.anchor, non_blocking=True)
             else:
                 h.local.mul_(alpha).add_(h.anchor.to(h.local.device, non_blocking=True), alpha=1 - alpha)
@@ -305,87 +340,20 @@ class Replica:
         """
         for fragment in self._held:
             for h in fragment:
+                h.moves += 1
                 kept = h.local.to("cpu", copy=True)
                 h.local.copy_(h.anchor)
                 h.anchor.copy_(kept)
-
-
-class Arriving:
-    """An update on its way: decoded as it comes, applied once all of it is here and right.
-
-    Args:
-        held: pieces of one fragment, in the order of the payload.
-        choice: the codec of each.
-        buffers: for the decoded values.
-    """
-
-    def __init__(self, held: Sequence[Held], choice: Choice, buffers: Buffers) -> None:
-        self._held, self._choice, self._buffers = held, choice, buffers
-        self._buffer: Tensor | None = None
-        self._spans: list[tuple[int, int, Callable[[Tensor], None]]] = []
-        """(first byte, end, what decodes them), in order."""
-        self._decoded = 0
-        self._payload: Tensor | None = None
-        self._error: CodecError | None = None
-
-    def _cut(self, steps: Sequence[Tensor]) -> Iterator[tuple[int, int, Callable[[Tensor], None]]]:
-        start = 0
-        for h, step in zip(self._held, steps, strict=True):
-            codec, values = self._choice.of(h.spec), step.view(-1)
-            size = codec.part_size(h.spec.shape, h.box)
-            if h.box.size == h.spec.shape:
-                for some, bytes_ in codec.slices(h.box.numel, AT_ONCE):
-                    yield start + bytes_.start, start + bytes_.stop, partial(codec.decode, out=values[some])
-            elif size:
-                yield start, start + size, partial(codec.decode_part, shape=h.spec.shape, box=h.box, out=values)
-            start += size
-
-    def take(self, payload: Tensor, have: int) -> None:
-        """Decodes what can be of a payload of which `have` bytes are here; begins again where it is another tensor than
-        before. What is damaged, `apply` says."""
-        if self._buffer is None:
-            self._buffer = self._buffers.take(sum(h.box.numel for h in self._held))
-            self._spans = list(self._cut(_views(self._buffer, self._held)))
-        if payload is not self._payload:
-            self._payload, self._decoded, self._error = payload, 0, None
-        try:
-            while not self._error and self._decoded < len(self._spans) and self._spans[self._decoded][1] <= have:
-                begin, end, decode = self._spans[self._decoded]
-                decode(payload[begin:end])
-                self._decoded += 1
-        except CodecError as error:
-            self._error = error
-
-    def apply(self, payload: Tensor) -> None:
-        """Moves the anchors by the whole update. Raises as `Replica.decode` does."""
-        _split(self._held, payload, self._choice)
-        self.take(payload, payload.numel())
-        if self._error:
-            raise self._error
-        assert self._buffer is not None
-        for h, step in zip(self._held, _views(self._buffer, self._held), strict=True):
-            h.anchor.sub_(step)
-        self._buffers.give(self._buffer)
-
-
-def _views(buffer: Tensor, held: Sequence[Held]) -> list[Tensor]:
-    """A buffer (fp32, flat) as one tensor for each piece."""
-    parts = torch.split(buffer, [h.box.numel for h in held]) if held else ()
-    return [part.view(h.box.size) for part, h in zip(parts, held, strict=True)]
-
-
-_AT_ONCE = 2**20
-"""Values that are copied and then looked at while they are in the cache."""
+                h.moves += 1
 
 
 @torch.no_grad()
 def _copy(source: Tensor, out: Tensor) -> bool:
-    """Copies values (fp32, CPU, `out` contiguous); returns whether all are finite."""
-    if not source.is_contiguous():
-        out.copy_(source)
-        source = out
-    parts = zip(*(torch.split(x.view(-1), _AT_ONCE) for x in (source, out)), strict=True)
-    return all(CODECS["fp32"].largest(b.copy_(a).view(torch.uint8), b.numel()) < math.inf for a, b in parts)
+    """Copies values (fp32, CPU) in one pass; returns whether all are finite."""
+    if native.usable(source, out):
+        return native.copy(source, out)
+    out.copy_(source)
+    return not out.numel() or all(map(math.isfinite, torch.aminmax(out)))
 
 
 def _subtract(anchor: Tensor, local: Tensor, held: Held) -> None:
@@ -393,12 +361,3 @@ def _subtract(anchor: Tensor, local: Tensor, held: Held) -> None:
     torch.sub(anchor, local, out=local)
     if local.numel() and not all(map(math.isfinite, torch.aminmax(local))):
         raise DivergedError(f"the pseudo-gradient of '{held.spec.name}' is not finite", tensor=held.spec.name)
-
-
-def _split(held: Sequence[Held], payload: Tensor, choice: Choice) -> list[Tensor]:
-    """The part of each piece."""
-    sizes = [choice.of(h.spec).part_size(h.spec.shape, h.box) for h in held]
-    if payload.numel() != sum(sizes):
-        numel = sum(h.box.numel for h in held)
-        raise CodecError(f"{choice.name}: {payload.numel()} bytes cannot be {numel} values, which take {sum(sizes)}")
-    return list(torch.split(payload, sizes))

@@ -110,16 +110,19 @@ class Anchors:
                 self._share(fragment)
                 self._replica.mix(fragment, alpha=0.0)
 
-    def digest(self, fragment: int) -> tuple[int, int]:
-        """The fragment's digest over the island's anchors (unsigned), and 0 where all replicas agree."""
-        rows = self._group.numbers(self._replica.digest_parts(fragment))
+    def digest(self, fragment: int, *, known: bool = False) -> tuple[int, int]:
+        """The fragment's digest over the island's anchors (unsigned), and 0 where all replicas agree.
+
+        `known` is that of `Replica.digest_parts`.
+        """
+        rows = self._group.numbers(self._replica.digest_parts(fragment, known=known))
         owned, check = (combine(*(row[i] for row in rows)) for i in (0, 1))
         return owned & (2**64 - 1), check
 
     def matches(self, fragment: int, stand: Stand) -> bool:
         """Whether a fragment is the coordinator's, on all ranks."""
         self._share(fragment)
-        return self.digest(fragment) == (stand.digest, 0)
+        return self.digest(fragment, known=True) == (stand.digest, 0)
 
     def _share(self, fragment: int) -> None:
         """Gives every rank that holds a replicated piece its owner's anchor."""

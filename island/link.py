@@ -31,7 +31,17 @@ from diloco.errors import (
     Unreachable,
 )
 from diloco.failpoints import failpoint
-from diloco.framing import CONTROL_LIMIT_BYTES, FRAME_BYTES, RETRY_AFTER, SERVICE, Collector, chunks, digest_of
+from diloco.framing import (
+    CONTROL_LIMIT_BYTES,
+    FRAME_BYTES,
+    RETRY_AFTER,
+    SERVICE,
+    UPDATE_END_BYTES,
+    Collector,
+    chunks,
+    digest_of,
+    read_update_end,
+)
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from diloco.window import FIRST_BYTES, Window
@@ -348,15 +358,23 @@ class Link:
                 else:
                     self._forget(held, pace)
                     held.append((header, self._collector(header, spool)))
-                header, collector = held[0]
+                (header, collector), ended = held[0], None
                 for message in stream:
                     self._down.take(len(message))
+                    if len(message) == UPDATE_END_BYTES:
+                        ended = read_update_end(message)
+                        continue
                     collector.add(message)
                     follow(collector.payload, collector.have)
                     failpoint("fetch-receiving")
                     pace.move(collector.have)
                     progress.put(collector.have)
-                return header, collector.finish()
+                payload = collector.finish()
+                if header.outcome == "committed":
+                    if ended is None:
+                        raise CodecError("the update ended before its digest")
+                    header.digest = ended
+                return header, payload
         except grpc.RpcError as error:
             raise self._translated(error, pace) from error
         finally:

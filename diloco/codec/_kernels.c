@@ -517,6 +517,8 @@ static PyMethodDef methods[] = {
      "step(anchor, momentum, residual, update, numel, first, kind, keep, lr, mu, pieces, count, threads)"
      " -> (state, digest)"},
     {"digest", py_digest, METH_VARARGS, "digest(values, starts, runs, length, threads) -> int"},
+    {"move", py_move, METH_VARARGS, "move(kind, anchor, out, payload, blocks, first, keep, threads) -> (bad, digest)"},
+    {"copy", py_copy, METH_VARARGS, "copy(source, out, numel, threads) -> bool"},
     {"largest", py_largest, METH_VARARGS, "largest(kind, payload, blocks, keep, threads) -> bits, or -1"},
     {"sound", py_sound, METH_VARARGS, "sound(kind, payload, blocks, keep, threads) -> bool"},
     {NULL, NULL, 0, NULL},

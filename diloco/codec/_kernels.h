@@ -59,6 +59,8 @@ HIDDEN int ready(int kind, int keep);
 
 HIDDEN PyObject *py_step(PyObject *, PyObject *);
 HIDDEN PyObject *py_digest(PyObject *, PyObject *);
+HIDDEN PyObject *py_move(PyObject *, PyObject *);
+HIDDEN PyObject *py_copy(PyObject *, PyObject *);
 HIDDEN PyObject *py_largest(PyObject *, PyObject *);
 HIDDEN PyObject *py_sound(PyObject *, PyObject *);
 

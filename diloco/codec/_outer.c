@@ -13,6 +13,7 @@ enum { GOOD, BAD_PAYLOAD, NO_CODES };
 /* Every body below is compiled for machines with AVX2 and FMA, and for any machine. */
 #if defined(__x86_64__) && defined(__GNUC__)
 #define WITH_V3
+#include <immintrin.h>
 #define V3 __attribute__((target("avx2,fma")))
 #endif
 
@@ -301,16 +302,87 @@ INLINED void search_body(Search *s) {
         if (atomic_compare_exchange_weak(&s->most, &before, most)) break;
 }
 
+/* -- an anchor that moves, and a copy that is looked at ------------------------------------------------------------- */
+
+/* Writes values past the cache: what they replace is not read, and what is written is too large to be found there. */
+#ifdef WITH_V3
+V3 static void stream(float *to, const float *from, int64_t count) {
+    for (; count && ((uintptr_t)to & 31); count--) *to++ = *from++;
+    for (; count >= 8; count -= 8, to += 8, from += 8) _mm256_stream_ps(to, _mm256_loadu_ps(from));
+    while (count-- > 0) *to++ = *from++;
+}
+#endif
+static void plain(float *to, const float *from, int64_t count) { memcpy(to, from, 4 * (size_t)count); }
+typedef void Put(float *, const float *, int64_t);
+
+typedef struct {
+    const float *anchor;
+    float *out;
+    const uint8_t *payload;
+    int64_t blocks;
+    int kind, keep;
+    uint32_t first; /* flat index in the fragment */
+    _Atomic int64_t next;
+    _Atomic int bad;
+    _Atomic uint64_t digest;
+} Move;
+
+INLINED void move_body(Move *s, Put *put) {
+    int64_t block = kind_block(s->kind), each = TILE / block, turn;
+    int record = kind_record(s->kind, s->keep);
+    uint64_t digest = 0;
+    float x[TILE];
+    while ((turn = atomic_fetch_add(&s->next, each)) < s->blocks) {
+        int64_t blocks = min64(each, s->blocks - turn), count = blocks * block, at = turn * block;
+        const uint8_t *in = s->payload + turn * record;
+        const float *a = s->anchor + at;
+        if (s->kind == FP32) {
+            memcpy(x, in, 4 * (size_t)count);
+        } else if (s->kind == BF16) {
+            for (int64_t i = 0; i < count; i++) x[i] = float_of_bf16(in + 2 * i);
+        } else if (!DECODE[s->kind](x, in, blocks, s->keep)) {
+            atomic_store(&s->bad, 1);
+            return;
+        }
+        for (int64_t i = 0; i < count; i++) x[i] = a[i] - x[i];
+        digest += digest_of(x, count, s->first + (uint32_t)at);
+        put(s->out + at, x, count);
+    }
+    atomic_fetch_add(&s->digest, digest);
+}
+
+typedef struct {
+    const float *from;
+    float *to;
+    int64_t numel;
+    _Atomic int64_t next;
+    _Atomic int bad;
+} Copy;
+
+INLINED void copy_body(Copy *s, Put *put) {
+    int32_t most = 0;
+    for (int64_t at; (at = atomic_fetch_add(&s->next, TILE)) < s->numel;) {
+        int64_t count = min64(TILE, s->numel - at);
+        most = most_of(s->from + at, count, most);
+        put(s->to + at, s->from + at, count);
+    }
+    if (most >= 0x7F800000) atomic_store(&s->bad, 1);
+}
+
 /* -- both machines -------------------------------------------------------------------------------------------------- */
 
 static void *step_any(void *job) { step_body(job); return NULL; }
 static void *sum_any(void *job) { sum_body(job); return NULL; }
 static void *search_any(void *job) { search_body(job); return NULL; }
+static void *move_any(void *job) { move_body(job, plain); return NULL; }
+static void *copy_any(void *job) { copy_body(job, plain); return NULL; }
 typedef void *Work(void *);
 #ifdef WITH_V3
 V3 static void *step_v3(void *job) { step_body(job); return NULL; }
 V3 static void *sum_v3(void *job) { sum_body(job); return NULL; }
 V3 static void *search_v3(void *job) { search_body(job); return NULL; }
+V3 static void *move_v3(void *job) { move_body(job, stream); _mm_sfence(); return NULL; }
+V3 static void *copy_v3(void *job) { copy_body(job, stream); _mm_sfence(); return NULL; }
 #define CHOSEN(name) (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? name##_v3 : name##_any)
 #else
 #define CHOSEN(name) name##_any
@@ -390,6 +462,35 @@ PyObject *py_digest(PyObject *self, PyObject *arguments) {
     together(CHOSEN(sum), &sum, sum.numel, threads);
     Py_END_ALLOW_THREADS
     return PyLong_FromLongLong((long long)sum.digest);
+}
+
+PyObject *py_move(PyObject *self, PyObject *arguments) {
+    unsigned long long anchor, out, payload;
+    long long blocks, first;
+    int kind, keep, threads;
+    (void)self;
+    if (!PyArg_ParseTuple(arguments, "iKKKLLii", &kind, &anchor, &out, &payload, &blocks, &first, &keep, &threads)) return NULL;
+    if (!known(kind, keep)) return NULL;
+    if (blocks < 0) return refused("no such payload");
+    Move move = {.anchor = pointer((int64_t)anchor), .out = pointer((int64_t)out), .payload = pointer((int64_t)payload),
+                 .blocks = blocks, .kind = kind, .keep = keep, .first = (uint32_t)first};
+    Py_BEGIN_ALLOW_THREADS
+    together(CHOSEN(move), &move, blocks * kind_block(kind), threads);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("iL", (int)move.bad, (long long)move.digest);
+}
+
+PyObject *py_copy(PyObject *self, PyObject *arguments) {
+    unsigned long long from, to;
+    long long numel;
+    int threads;
+    (void)self;
+    if (!PyArg_ParseTuple(arguments, "KKLi", &from, &to, &numel, &threads)) return NULL;
+    Copy copy = {.from = pointer((int64_t)from), .to = pointer((int64_t)to), .numel = numel};
+    Py_BEGIN_ALLOW_THREADS
+    together(CHOSEN(copy), &copy, numel, threads);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(!copy.bad);
 }
 
 static int search(PyObject *arguments, int quick, Search *s) {

@@ -34,6 +34,11 @@ def digest(values: Tensor, starts: Tensor) -> int:
     return library.digest(values.data_ptr(), starts.data_ptr(), runs, length, torch.get_num_threads())
 
 
+def copy(source: Tensor, out: Tensor) -> bool:
+    """Copies fp32 values past the cache; returns whether all are finite."""
+    return library.copy(source.data_ptr(), out.data_ptr(), out.numel(), torch.get_num_threads())
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One codec's kernels. They do whole blocks, without the GIL, on as many threads as torch computes with.
@@ -65,6 +70,15 @@ class Kernel:
     def largest(self, records: Tensor, blocks: int) -> int:
         """Bits of the largest magnitude of the values of records; -1 where one is not good."""
         return library.largest(self.number, records.data_ptr(), blocks, self.keep, torch.get_num_threads())
+
+    def move(self, anchor: Tensor, out: Tensor, records: Tensor, blocks: int, first: int) -> int | None:
+        """Writes `anchor` minus the values of records; returns the digest of that, or None where a record is not good.
+
+        `first` is the flat index of the first value in its fragment.
+        """
+        where = (anchor.data_ptr(), out.data_ptr(), records.data_ptr())
+        bad, found = library.move(self.number, *where, blocks, first, self.keep, torch.get_num_threads())
+        return None if bad else found
 
     def step(
         self,

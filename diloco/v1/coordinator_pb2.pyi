@@ -6,8 +6,9 @@ The protocol between islands and their coordinator. Islands open connections and
 Control RPCs carry protobuf messages. The bulk RPCs Push and Fetch carry raw bytes: the first message of a stream
 is a header (PushHeader, FetchRequest or FetchHeader, serialized), each following one is a chunk: 8 bytes offset of
 its first byte in the whole payload, 8 bytes check (the lower half of the XXH3-128 of the whole payload up to the end
-of the chunk), then its bytes. A push ends with the 16 bytes of its XXH3-128. Integers are little-endian, the digest
-is canonical (big-endian). They are declared here with BytesFrame to name their methods.
+of the chunk), then its bytes. A push ends with the 16 bytes of its XXH3-128, a fetch of an update with the 8 bytes
+of the digest that it leads to: it may be sent while it is made. Integers are little-endian, the XXH3-128 is canonical
+(big-endian). They are declared here with BytesFrame to name their methods.
 """
 
 from collections import abc as _abc
@@ -964,7 +965,7 @@ class FetchHeader(_message.Message):
     round: _builtins.int
     """Rounds ended, for "anchor"."""
     digest: _builtins.int
-    """Digest of the whole fragment at `version`."""
+    """Digest of the whole fragment at `version`; of an update it comes at its end."""
     codec_id: _builtins.int
     codec_version: _builtins.int
     total_bytes: _builtins.int

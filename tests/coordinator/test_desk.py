@@ -227,7 +227,7 @@ def test_explain_says_what_the_disk_holds_up(three: Rig, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(three.run.store, "write_update", full)
+        patch.setattr(three.run.store.files, "create", full)
         patch.setattr("coordinator.run.DISK_RETRY_S", 0.0)
         for visitor in (a, b, c):
             visitor.push(f, draw(f, 1))

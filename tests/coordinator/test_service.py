@@ -477,7 +477,7 @@ def test_a_coordinator_that_cannot_store_an_update_waits_with_the_round_open(
         at = Rig(configure(), tmp_path, stack)
         [a] = at.started("a")
         anchor = a.fetch(FRAGMENT, anchor=True)[1]
-        monkeypatch.setattr(at.run.store, "write_update", full)
+        monkeypatch.setattr(at.run.store.files, "create", full)
         a.push(FRAGMENT, draw(FRAGMENT, 1))
         assert tried.wait(BOUND_S)
         assert a.fetch(FRAGMENT, wait_s=0.0)[0].outcome == "open"

@@ -14,8 +14,17 @@ import torch
 
 from coordinator.files import REAL, Files
 from coordinator.store import UPDATES_KEPT, Store, check_same_run
+from coordinator.updates import Update
 from diloco.errors import EnvironmentFault, RunMismatch
 from tests.support import configure
+
+
+def keep_update(store: Store, fragment: int, round_: int, payload: torch.Tensor) -> Path:
+    """Keeps an update as a fold does that makes it at once."""
+    update = Update(store.files, store.update_path(fragment, round_), payload.numel(), 1, "")
+    update.take(payload, payload.numel())
+    update.close()
+    return store.keep_update(fragment, round_, update)
 
 
 @pytest.fixture
@@ -148,9 +157,9 @@ def test_a_row_whose_answer_was_lost_is_replaced_by_the_next(tmp_path: Path) -> 
 def test_bytes_that_are_kept_are_counted(tmp_path: Path) -> None:
     opened = Store(tmp_path)
     assert opened.kept_bytes == 0
-    opened.write_update(0, 0, torch.zeros(7, dtype=torch.uint8))
-    opened.write_update(0, 0, torch.zeros(5, dtype=torch.uint8))
-    opened.write_update(0, 1, torch.zeros(10, dtype=torch.uint8))
+    keep_update(opened, 0, 0, torch.zeros(7, dtype=torch.uint8))
+    keep_update(opened, 0, 0, torch.zeros(5, dtype=torch.uint8))
+    keep_update(opened, 0, 1, torch.zeros(10, dtype=torch.uint8))
     opened.files.write(opened.inbox_path("part"), b"abc")
     opened.files.write(tmp_path / "address", b"not one of them")
     assert opened.kept_bytes == 18
@@ -159,7 +168,7 @@ def test_bytes_that_are_kept_are_counted(tmp_path: Path) -> None:
     assert again.kept_bytes == 18
     again.files.unlink(again.inbox_path("part"))
     again.files.unlink(again.inbox_path("part"))
-    again.write_update(0, UPDATES_KEPT, torch.zeros(1, dtype=torch.uint8))
+    keep_update(again, 0, UPDATES_KEPT, torch.zeros(1, dtype=torch.uint8))
     assert again.kept_bytes == 11
     assert 0 < again.files.free_bytes(tmp_path) < 2**60
     again.close()
@@ -181,11 +190,11 @@ def test_a_start_removes_what_was_half_written_but_no_upload(tmp_path: Path) -> 
 
 def test_the_last_updates_are_kept_and_older_ones_are_not(state: Store) -> None:
     for round_ in range(UPDATES_KEPT + 3):
-        path = state.write_update(1, round_, torch.full((5,), round_, dtype=torch.uint8))
+        path = keep_update(state, 1, round_, torch.full((5,), round_, dtype=torch.uint8))
         assert path == state.update_path(1, round_)
         assert REAL.map(path).tolist() == [round_] * 5
     assert names(state.root / "updates") == [f"f0001-r{r:08d}.bin" for r in range(3, UPDATES_KEPT + 3)]
-    state.write_update(0, UPDATES_KEPT + 2, torch.zeros(1, dtype=torch.uint8))
+    keep_update(state, 0, UPDATES_KEPT + 2, torch.zeros(1, dtype=torch.uint8))
     assert len(names(state.root / "updates")) == UPDATES_KEPT + 1
 
 

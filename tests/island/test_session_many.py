@@ -224,10 +224,11 @@ def test_an_anchor_that_is_mended_while_the_other_lease_is_lost_is_mended_all_th
     damaged, sent = list[int](), list[tuple[int, int]]()
 
     def damaging(self: Arriving, payload: torch.Tensor) -> None:
-        apply(self, payload)
         if not damaged:
             damaged.extend(f for f in range(4) if self._held[0] in site.replica.held(f))
             self._held[0].anchor.add_(1.0)
+            self._held[0].moves += 1
+        apply(self, payload)
 
     def losing(self: Courier, fragment: int) -> Any:
         if damaged == [fragment]:
