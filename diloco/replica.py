@@ -190,7 +190,7 @@ class Replica:
         """What is to be filled with a pseudo-gradient that was kept, to be encoded again."""
         owned = self.owned(fragment)
         buffer = self._buffers.take(sum(h.box.numel for h in owned))
-        return Staged(copies=_views(buffer, owned), buffer=buffer, finite=True, moved=True)
+        return Staged(copies=views(buffer, owned), buffer=buffer, finite=True, moved=True)
 
     def pseudo_gradient(self, fragment: int, staged: Staged) -> list[Tensor]:
         """The pseudo-gradient of what is staged (fp32, by owned piece), as `encode` takes it; changes nothing."""

@@ -176,7 +176,10 @@ class Keeping:
         """
         replica, rank, trouble = self._replica, self._group.rank, ""
         fragments = range(len(replica.fragments))
-        self._load({f"anchor.{h.spec.name}": _piece(h, h.anchor) for f in fragments for h in replica.owned(f)})
+        owned = [h for fragment in fragments for h in replica.owned(fragment)]
+        self._load({f"anchor.{h.spec.name}": _piece(h, h.anchor) for h in owned})
+        for h in owned:
+            h.moves += 1
         for fragment in fragments:
             found_there = {row[fragment] for row in taken}
             own = all(self._wrote(found, f"anchor.{h.spec.name}", h) for h in replica.owned(fragment))

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ from torch import nn
 
 from diloco.codec.policy import down_choice, up_choice
 from diloco.config import RunConfig
-from diloco.digest import show
 from diloco.errors import DivergedError, Expired, StaleEpoch
 from diloco.failpoints import failpoint
 from diloco.feedback import Ending
@@ -43,16 +42,15 @@ from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from island.anchors import Stand
 from island.config_checkpoint import CheckpointConfig
-from island.courier import Courier
 from island.following import Following, Schedulers, several
 from island.group import Group
-from island.heart import Heart
 from island.joining import check, hold, inventory, join_request, name_here, settle
 from island.lease import POLL_S, Limits
 from island.link import Link
 from island.resuming import Keeping
 from island.seat import REJOINS, Key, Seat, Seats, Word
 from island.settling import Settling
+from island.site import Site
 
 log = logging.getLogger("diloco.island")
 T = TypeVar("T")
@@ -135,7 +133,7 @@ def join(
         raise
 
 
-class Session:
+class Session(Site):
     """One rank of an island in a run. Made by `join`."""
 
     def __init__(
@@ -215,30 +213,6 @@ class Session:
         if error is None:
             self.keeping.settle()
         self.leave("finished" if error is None else _why(error))
-
-    @property
-    def run_id(self) -> str:
-        """The run's name."""
-        return self._first.run_id
-
-    @property
-    def epoch(self) -> int:
-        """Of the lease; of that at coordinator 0, where there are several, as what follows."""
-        return self._first.epoch
-
-    @property
-    def heart(self) -> Heart | None:
-        """Rank 0's heartbeat."""
-        return self._first.heart
-
-    @property
-    def courier(self) -> Courier:
-        """This rank's bulk traffic."""
-        return self._first.courier
-
-    @property
-    def _first(self) -> Seat:
-        return next(iter(self._seats))
 
     @property
     def done(self) -> bool:
@@ -546,55 +520,7 @@ class Session:
         self.replica.position[fragment] = Position(header.version, round_ + 1)
         self._say("fragment %d round %d was %s: %s", fragment, round_, header.outcome, header.reason)
 
-    def attach(self, optimizer: torch.optim.Optimizer | None = None, **extras: Callable[[], Any]) -> None:
-        """Has checkpoints hold an optimizer made after joining, and what else has a state; see `Keeping.attach`."""
-        self.keeping.attach(optimizer, extras)
-
-    def kept(self, name: str) -> Any:
-        """The state of an extra in the checkpoint that the island goes on with; None where there is none."""
-        return self.keeping.kept(name)
-
-    # -- the outer parameters ---------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def outer_parameters(self) -> Iterator[nn.Module]:
-        """Within it, the model computes with the outer parameters; afterwards with its own again. Collective."""
-        with self._seats.guard:
-            settle(self._model)
-            self.replica.swap()
-            try:
-                yield self._model
-            finally:
-                settle(self._model)
-                self.replica.swap()
-
-    def take_outer(self) -> None:
-        """Replaces the model's parameters by the outer ones, for good: what to save at the end. Collective."""
-        settle(self._model)
-        for seat in self._seats:
-            seat.anchors.reset()
-
-    def digests(self) -> list[str]:
-        """The digest of each fragment's anchor, as the coordinator shows it. Collective."""
-        fragments = range(len(self.replica.fragments))
-        return [show(self._seats.of(f).anchors.digest(f)[0]) for f in fragments]
-
     # -- leaving ----------------------------------------------------------------------------------------------------
-
-    def tell(self, **progress: float) -> None:
-        """Puts figures of the island into the next heartbeats, as `Heart.report` does."""
-        self._seats.report(**progress)
-
-    def report(self) -> tuple[int, int]:
-        """Puts the island's tokens and traffic into the next heartbeats. Collective.
-
-        Returns:
-            Bytes that the island's ranks have sent and received, counted at their sockets.
-        """
-        rows = self._group.numbers([self.tokens, *self._seats.traffic()])
-        tokens, up, down = (sum(row[i] for row in rows) for i in range(3))
-        self.tell(tokens=tokens, bytes_up=up, bytes_down=down)
-        return up, down
 
     def _go(self) -> None:
         """Applies what is in flight, and has the island leave, as the coordinator asks."""
