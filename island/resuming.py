@@ -30,7 +30,7 @@ from diloco.errors import EnvironmentFault, Expired
 from diloco.feedback import Fate, Feedback, Kept
 from diloco.replica import Held, Position, Replica, Staged
 from island.anchors import Stand
-from island.checkpoint import Checkpoints, Manifest, Piece, State, inner, load, random_state, values
+from island.checkpoint import Checkpoints, Manifest, Piece, State, Store, inner, load, random_state, some, values
 from island.config_checkpoint import CheckpointConfig
 from island.following import several
 from island.group import Group
@@ -72,6 +72,20 @@ class Sent:
         if not self.there.wait(PATIENCE_S):
             raise EnvironmentFault(f"a contribution was not taken up within {PATIENCE_S:g} s")
         return self.parts[number]
+
+
+def may_resume(settings: CheckpointConfig | None, run_id: str, island_id: str, group: Group) -> bool:
+    """Whether there is something that the island may go on with exactly, as far as can be said before it joins.
+
+    Collective. Nothing is where the run is not named yet.
+
+    Raises:
+        ConfigError, EnvironmentFault: the URL cannot be used.
+    """
+    if settings is None or not settings.url or settings.resume != "exact" or not run_id:
+        return False
+    store = Store.of(settings.url, run_id, island_id)
+    return bool(group.from_first(lambda: b"yes" if some(store) else b""))
 
 
 class Keeping:

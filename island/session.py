@@ -47,7 +47,7 @@ from island.group import Group
 from island.joining import check, hold, inventory, join_request, name_here, settle
 from island.lease import POLL_S, Limits
 from island.link import Link
-from island.resuming import Keeping
+from island.resuming import Keeping, may_resume
 from island.seat import REJOINS, Key, Seat, Seats, Word
 from island.settling import Settling
 from island.site import Site
@@ -171,10 +171,12 @@ class Session(Site):
         self.overdue: dict[Key, int] = {}
         self.rollbacks_in_a_row = self.accepted = 0
         tensors, full = inventory(model, group)
-        request = join_request(full, island_id=island_id, run_id=run_id, ranks=group.size)
+        resumes = may_resume(checkpoint, run_id, island_id, group)
+        request = join_request(full, island_id=island_id, run_id=run_id, ranks=group.size, resumes=resumes)
         self._seats = Seats(group, link, request, limits)
         try:
             self.config: RunConfig = self._seats.enter()
+            request.resumes = False  # once it has lost a lease, it has not
             self.schedule = Schedule.of(self.config)
             self.layout: Layout = full.under(self.config.sync.buffers)
             self.replica = Replica(

@@ -89,7 +89,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             None,  # the trainer has it
             island.coordinator,
             island_id=island.id,
-            run_id=island.run_id,
+            run_id=island.run_id or run.run.id,
             connect_timeout_s=island.connect_timeout_s,
             reconnect_timeout_s=island.reconnect_timeout_s,
             max_bandwidth_mbps=island.max_bandwidth_mbps,

@@ -8,5 +8,7 @@ from island.checkpoint.manifest import Manifest as Manifest
 from island.checkpoint.manifest import State as State
 from island.checkpoint.pieces import Piece as Piece
 from island.checkpoint.reading import load as load
+from island.checkpoint.reading import some as some
 from island.checkpoint.reading import values as values
+from island.checkpoint.store import Store as Store
 from island.checkpoint.writer import Checkpoints as Checkpoints

@@ -39,6 +39,11 @@ def complete(store: Store, folder: str) -> Manifest | None:
     return None if wrong else manifest
 
 
+def some(store: Store) -> bool:
+    """Whether there is any complete checkpoint, of whatever model. Raises `EnvironmentFault` where the store fails."""
+    return any(serial_of(folder) >= 0 and complete(store, folder) for folder in store.folders())
+
+
 def choose(store: Store, group: Group, about: Mapping[str, str]) -> tuple[Manifest | None, set[str]]:
     """The newest complete checkpoint of this run and model that all ranks see, with undamaged files. Collective.
 

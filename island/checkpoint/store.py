@@ -56,6 +56,11 @@ class Store:
             self._fs, self._base = url_to_fs(self.url)
         self._disk = isinstance(self._fs, LocalFileSystem)
 
+    @classmethod
+    def of(cls, url: str, run_id: str, island_id: str) -> Store:
+        """Where an island keeps its checkpoints of a run, under `checkpoint.url`; raises as making one does."""
+        return cls(f"{url.rstrip('/')}/{run_id}/{island_id}")
+
     def _path(self, *parts: str) -> str:
         return "/".join((self._base, *parts))
 

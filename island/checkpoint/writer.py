@@ -103,7 +103,7 @@ class Checkpoints:
     def __init__(
         self, settings: CheckpointConfig, about: Mapping[str, str], group: Group, record: Callable[..., None]
     ) -> None:
-        self.store = Store(f"{settings.url.rstrip('/')}/{about['run']}/{about['island']}")
+        self.store = Store.of(settings.url, about["run"], about["island"])
         self.record = record
         self.completed = self.failed = 0
         """Checkpoints of this process."""

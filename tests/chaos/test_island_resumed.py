@@ -17,10 +17,10 @@ WIRES = {"bf16": (), "int4": ("wire.up=int4", "wire.down=int8"), "sparse": ("wir
 STEPS = {
     "stage-begun": 5,
     "push-encoded": 5,
-    "push-sending": 9,
+    "push-sending": 20,
     "push-answered": 6,
     "outcome-asked": 7,
-    "fetch-receiving": 12,
+    "fetch-receiving": 30,
     "anchor-moved": 7,
     "mixed": 8,
     "checkpoint-staged": 3,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from diloco.config import RunConfig
+from diloco.digest import show
 from island.config_checkpoint import CheckpointConfig
 from island.session import Session, join
 from tests.support import Serving, serving
@@ -65,11 +66,11 @@ class Net(nn.Module):
 class Island:
     """A process of an island, in this one: what it has is its own, and ends with the block."""
 
-    def __init__(self, address: str, folder: Path, **settings: Any) -> None:
+    def __init__(self, address: str, folder: Path, island_id: str = "a", **settings: Any) -> None:
         torch.manual_seed(7)
         self.model = Net()
         checkpoint = CheckpointConfig(url=str(folder), **{"every_steps": 1, **settings})
-        self.site: Session = join(self.model, None, address, island_id="a", checkpoint=checkpoint)
+        self.site: Session = join(self.model, None, address, island_id=island_id, run_id="kept", checkpoint=checkpoint)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.02)
         self.read: int = self.site.kept("read") or 0
         self.site.attach(self.optimizer, read=lambda: self.read)
@@ -153,3 +154,96 @@ def test_an_island_that_is_killed_ends_with_the_same_bits(tmp_path: Path, name: 
             second.train()
             assert second.site.rejoins == 0
             assert second.bits() == undisturbed(name, tmp_path)
+
+
+def train_to(island: Island, step: int) -> None:
+    island.train(lambda site: site.at_step >= step)
+
+
+def moments(island: Island) -> list[list[float]]:
+    return [state["exp_avg"].flatten().tolist() for state in island.optimizer.state.values()]
+
+
+def is_at_the_anchors(island: Island) -> bool:
+    replica = island.site.replica
+    return all(torch.equal(h.local, h.anchor) for f in range(len(replica.fragments)) for h in replica.held(f))
+
+
+@pytest.mark.parametrize("resume", ["exact", "anchor", "none"])
+def test_where_the_run_has_gone_on_without_it_the_inner_state_is_kept_all_the_same(tmp_path: Path, resume: str) -> None:
+    with run("overlap", tmp_path / "state") as host:
+        with Island(host.address, tmp_path / "kept", every_steps=5) as first:
+            train_to(first, 5)
+            first.site.keeping.settle()
+            inner = moments(first)
+            first.site.leave("for a while")
+        with Island(host.address, tmp_path / "other", island_id="b") as other:
+            train_to(other, 16)
+            other.site.leave("that is enough")
+        with Island(host.address, tmp_path / "kept", resume=resume) as second:
+            assert not second.site.keeping.exact
+            assert second.site.at_step >= 15
+            assert is_at_the_anchors(second)
+            assert second.read == (0 if resume == "none" else 5)
+            assert (moments(second) == inner) == (resume != "none")
+            second.train()
+            assert second.site.digests() == [show(outer.digest) for outer in host.ask(lambda run: run.outers)]
+
+
+def test_where_the_run_goes_on_while_it_repeats_its_steps_it_joins_again(tmp_path: Path) -> None:
+    with run("barrier", tmp_path / "state") as host:
+        with Island(host.address, tmp_path / "kept", every_steps=5) as first:
+            train_to(first, 5)
+            first.site.keeping.settle()
+            first.site.leave("for a while")
+        with Island(host.address, tmp_path / "kept") as second:
+            assert (second.site.keeping.exact, second.site.at_step) == (True, 5)
+            with Island(host.address, tmp_path / "other", island_id="b") as other:
+                train_to(other, 12)
+                other.site.leave("that is enough")
+            train_to(second, 8)
+            assert second.site.rejoins == 1
+            assert second.site.at_step >= 12
+            second.train()
+            assert second.site.digests() == [show(outer.digest) for outer in host.ask(lambda run: run.outers)]
+
+
+def test_where_an_outcome_is_no_longer_kept_it_begins_with_the_anchors(tmp_path: Path) -> None:
+    with run("barrier", tmp_path / "state", sync={"every_steps": 1}) as host:
+        with Island(host.address, tmp_path / "kept", every_steps=2) as first:
+            train_to(first, 2)
+            first.site.keeping.settle()
+            first.site.keeping.checkpoints = None
+            train_to(first, 20)
+        with Island(host.address, tmp_path / "kept") as second:
+            assert (second.site.keeping.exact, second.site.at_step, second.read) == (False, 20, 2)
+
+
+def test_a_coordinator_that_has_lost_the_run_is_no_place_to_go_on_exactly(tmp_path: Path) -> None:
+    with run("barrier", tmp_path / "state") as host, Island(host.address, tmp_path / "kept", every_steps=5) as first:
+        train_to(first, 5)
+        first.site.keeping.settle()
+    with run("barrier", tmp_path / "empty") as host, Island(host.address, tmp_path / "kept") as second:
+        assert (second.site.keeping.exact, second.site.at_step, second.read) == (False, 0, 5)
+        assert is_at_the_anchors(second)
+
+
+def test_an_anchor_that_is_not_the_coordinator_s_is_replaced(tmp_path: Path) -> None:
+    with run("barrier", tmp_path / "state") as host:
+        with Island(host.address, tmp_path / "kept", every_steps=5) as first:
+            train_to(first, 4)
+            first.site.replica.held(0)[0].anchor.view(-1)[0] += 1.0
+            train_to(first, 5)
+            first.site.keeping.settle()
+        with Island(host.address, tmp_path / "kept") as second:
+            assert (second.site.keeping.exact, second.site.at_step) == (False, 4)
+            assert second.site.digests()[0] == show(host.ask(lambda run: run.outers[0].digest))
+
+
+def test_nothing_is_kept_without_a_url(tmp_path: Path) -> None:
+    with run("barrier", tmp_path / "state") as host:
+        for _ in range(2):
+            with join(Net(), None, host.address, island_id="a", checkpoint=CheckpointConfig()) as site:
+                site.step(tokens=1)
+                assert site.keeping.checkpoints is None
+                assert site.kept("read") is None
