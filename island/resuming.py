@@ -262,7 +262,7 @@ class Keeping:
             seat.at_home = True
         next(iter(self._seats)).courier.accepted = kept["parts_accepted"] if first else 0
         for row in kept["flights"]:
-            self._send_again(row.pop("fragment"), row.pop("round"), **row)
+            self._send_again((row["fragment"], row["round"]), row)
 
     def _load_residuals(self, rounds: list[int]) -> None:
         """Takes up what the up codec had dropped by then; what it has dropped since goes."""
@@ -277,16 +277,15 @@ class Keeping:
         for fragment, _ in self._feedback():
             self._settling.keep(fragment)
 
-    def _send_again(
-        self, fragment: int, round_: int, *, tokens: int, steps: int, declined: str, overdue: int | None
-    ) -> None:
+    def _send_again(self, key: Key, row: Mapping[str, Any]) -> None:
         """Sends what was in flight, as it was."""
-        site, seat, key = self._site, self._seats.of(fragment), (fragment, round_)
-        if overdue is not None:
-            site.overdue[key] = overdue
-        if declined:
-            self.decline(key, declined)
-            site.flights[key] = seat.pool.submit(seat.courier.sit_out, fragment, round_, declined)
+        fragment, tokens, steps = key[0], row["tokens"], row["steps"]
+        site, seat = self._site, self._seats.of(fragment)
+        if row["overdue"] is not None:
+            site.overdue[key] = row["overdue"]
+        if row["declined"]:
+            self.decline(key, row["declined"])
+            site.flights[key] = seat.pool.submit(seat.courier.sit_out, *key, row["declined"])
             return
         staged = self._replica.restage(fragment)
         owned = self._replica.owned(fragment)
@@ -295,7 +294,7 @@ class Keeping:
         sent.there.set()
         self._sent[key] = sent
         version = self._replica.position[fragment].version
-        site.flights[key] = seat.pool.submit(seat.courier.exchange, fragment, round_, version, staged, tokens, steps)
+        site.flights[key] = seat.pool.submit(seat.courier.exchange, *key, version, staged, tokens, steps)
 
     def _take_inner(self) -> None:
         """Loads parameters (where the island goes on exactly), inner optimizer, extras and random state."""
