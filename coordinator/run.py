@@ -493,12 +493,10 @@ class Run:
             self.fragments, self.layout, self.progress[island] = fragments, layout, Progress()
 
         failpoint("join-begun")
-        await self.take_in_turn(
-            rounds.Joined(island=island, ranks=ranks, resumes=resumes), layout_row(layout) if first else None, then
-        )
+        joined = rounds.Joined(island=island, ranks=ranks, resumes=resumes)
+        await self.take_in_turn(joined, layout_row(layout) if first else None, then)
         failpoint("join-recorded")
-        for forgotten in self.progress.keys() - self.state.members.keys():
-            del self.progress[forgotten]
+        self.progress = {known: told for known, told in self.progress.items() if known in self.state.members}
         if first:
             log.info("model layout %s from island %s: %d elements", layout.digest[:16], island, layout.numel)
         return self.state.members[island].epoch

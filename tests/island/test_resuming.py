@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from diloco.config import RunConfig
 from diloco.digest import show
 from island.config_checkpoint import CheckpointConfig
 from island.session import Session, join
+from tests.processes import free_port
 from tests.support import Serving, serving
 
 STEPS = 24
@@ -44,6 +45,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "feedback": FEEDBACK,
     "feedback in flight": OVERLAP | FEEDBACK,
     "sparse in flight, two fragments": TWO | SPARSE,
+    "two coordinators": TWO | FEEDBACK,
 }
 
 
@@ -122,8 +124,19 @@ class Island:
 
 @contextmanager
 def run(name: str, folder: Path, **sections: dict[str, Any]) -> Iterator[Serving]:
-    with serving(config(**(RUNS[name] | sections)), folder) as host:
-        yield host
+    settings = RUNS[name] | sections
+    if name != "two coordinators":
+        with serving(config(**settings), folder) as host:
+            yield host
+        return
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    with ExitStack() as stack:
+        hosts = []
+        for index, address in enumerate(addresses):
+            where = {"run": {"id": "kept", "steps": STEPS, "coordinators": addresses, "coordinator_index": index}}
+            served = serving(config(**(settings | where)), folder / str(index), listen=address)
+            hosts.append(stack.enter_context(served))
+        yield hosts[0]
 
 
 _UNDISTURBED: dict[str, dict[str, Any]] = {}
