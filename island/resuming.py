@@ -404,6 +404,7 @@ class Keeping:
             "flights": [self._flight(key) for key in site.flights],
         }
         extras = {name: state() for name, state in self._extras.items()}
+        numbers = {name: value for row in self._group.gather(numbers) for name, value in row.items()}
         island = {"site": kept, "numbers": numbers, "extras": extras}
         return State(pieces=pieces, island=island, rank={"random": random_state.capture()})
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from diloco.layout import canonical_name, named_tensors
+from diloco.errors import LayoutError
+from diloco.layout import box_of, canonical_name, local, named_tensors
 from island.checkpoint.pieces import Piece
 
 Scalar = int | float | bool
@@ -26,27 +28,44 @@ def of_model(model: nn.Module) -> dict[str, Piece]:
 
 
 def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Piece], dict[str, Scalar]]:
-    """The optimizer's state by parameter: tensors as "optimizer.PARAMETER.KEY", and numbers by the same names."""
+    """The optimizer's state by parameter: tensors as "optimizer.PARAMETER.KEY", and numbers by the same names.
+
+    Raises:
+        LayoutError: a sharded parameter has a state of which it cannot be said what part this rank holds.
+    """
     pieces: dict[str, Piece] = {}
     numbers: dict[str, Scalar] = {}
-    for name, state in _states(model, optimizer):
+    for name, tensor, state in _states(model, optimizer):
         for key, value in state.items():
             if isinstance(value, Tensor):
-                pieces[f"optimizer.{name}.{key}"] = Piece.of(value, f"{name}.{key}")
+                pieces[f"optimizer.{name}.{key}"] = _state(f"optimizer.{name}.{key}", value, tensor)
             elif isinstance(value, Scalar):
                 numbers[f"optimizer.{name}.{key}"] = value
     return pieces, numbers
 
 
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+def _state(name: str, value: Tensor, parameter: Tensor) -> Piece:
+    """A tensor of the state: placed as it says itself, or as its parameter where it is of this rank's part of that."""
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not value.ndim:
+        return Piece.of(value, name)
+    if value.shape != local(parameter).shape:
+        raise LayoutError(
+            f"{name} is a plain tensor {list(value.shape)} of a sharded parameter: have the optimizer make its "
+            "state with torch.zeros_like(parameter), so that a checkpoint can hold it"
+        )
+    box, shape = box_of(parameter, name), tuple(parameter.shape)
+    return Piece(source=value, box=box, shape=shape, dtype=value.dtype)
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     for name, tensor, _ in named_tensors(model):
         if tensor in optimizer.state:
-            yield name, optimizer.state[tensor]
+            yield name, tensor, optimizer.state[tensor]
 
 
 def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Mapping[str, Scalar]) -> None:
     """Puts numbers back that `of_optimizer` gave."""
-    for name, state in _states(model, optimizer):
+    for name, _, state in _states(model, optimizer):
         for key, value in state.items():
             if isinstance(value, Scalar):
                 state[key] = type(value)(numbers[f"optimizer.{name}.{key}"])

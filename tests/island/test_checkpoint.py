@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from diloco.errors import ConfigError, EnvironmentFault, InputError, LayoutError
 from diloco.layout import Box
@@ -23,6 +25,7 @@ from island.checkpoint.planning import rows, share_out
 from island.checkpoint.store import Store
 from island.config_checkpoint import CheckpointConfig
 from island.group import Group
+from tests.diloco.test_layout import rank_of
 from tests.island.ranks import on_ranks
 
 ABOUT = {"run": "r", "island": "a", "config": "c", "layout": "l"}
@@ -440,6 +443,26 @@ def test_an_optimizer_goes_on_to_the_same_bits(tmp_path: Path, kind: Callable[..
     train(again, other, range(3, 6))
     assert torch.equal(again.weight, model.weight)
     assert other.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sharded_parameter_has_its_state_where_it_is_itself(rank: int) -> None:
+    with rank_of(rank, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)], src_data_rank=None))
+        model = nn.Module()
+        model.weight = weight
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        rows = weight.to_local().shape[0]
+        state = {"placed": torch.zeros_like(weight), "plain": torch.zeros(rows, 3), "step": torch.zeros(())}
+        optimizer.state[weight] = state
+        pieces, _ = inner.of_optimizer(model, optimizer)
+        boxes = {name.rpartition(".")[2]: (piece.box, piece.shape) for name, piece in pieces.items()}
+        part = Box((3 * rank, 0), (rows, 3)), (5, 3)
+        assert boxes == {"placed": part, "plain": part, "step": (Box((), ()), ())}
+        state["other"] = torch.zeros(7)
+        with pytest.raises(LayoutError, match=r"weight\.other is a plain tensor \[7\] of a sharded parameter"):
+            inner.of_optimizer(model, optimizer)
 
 
 def test_random_numbers_go_on_where_they_were() -> None:
