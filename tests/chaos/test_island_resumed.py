@@ -20,7 +20,7 @@ STEPS = {
     "push-sending": 20,
     "push-answered": 6,
     "outcome-asked": 7,
-    "fetch-receiving": 30,
+    "fetch-receiving": 18,
     "anchor-moved": 7,
     "mixed": 8,
     "checkpoint-staged": 3,
