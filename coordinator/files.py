@@ -152,12 +152,12 @@ class Files:
     def publish(self, partial: Path, path: Path) -> None:
         """Makes a finished temporary file durable under its name."""
         self.sync(partial)
-        self.show(partial, path)
+        self.rename(partial, path)
+        self.take_note(path)
         self.sync(path.parent)
 
-    def show(self, partial: Path, path: Path) -> None:
-        """Gives a finished temporary file its name, and leaves it to others to make it durable."""
-        self.rename(partial, path)
+    def take_note(self, path: Path) -> None:
+        """Counts the bytes of a file that has its name, where its folder is counted."""
         if path.parent in self._counted:
             self._note(path, path.stat().st_size)
 

@@ -175,10 +175,11 @@ class Store:
 
         It is not durable before `sync_updates`: until a snapshot holds its round, a start folds it again.
         """
+        if update.partial.exists():  # it has its name already where what follows has failed
+            self.files.rename(update.partial, update.path)
+        self.files.take_note(update.path)
         with self._lock_fresh:
             self._fresh.add(update.path)
-        if update.partial.exists():  # it has its name already where only what follows has failed
-            self.files.show(update.partial, update.path)
         self.files.unlink(self.update_path(fragment, round_ - UPDATES_KEPT))
         return update.path
 

@@ -31,7 +31,7 @@ COORDINATOR = {
     "round-recorded": "it is durable how a round ends; nobody has heard",
     "fold-begun": "a committed round is about to be folded",
     "fold-computed": "a round is folded, in memory",
-    "fold-written": "its update is durable; the ledger has no digest of it",
+    "fold-written": "its update is in its file; the ledger has no digest of it",
     "fold-recorded": "the ledger has the digest; the update is not published",
     "snapshot-fragments": "the fragment files of a snapshot are durable; it has no manifest",
     "snapshot-manifest": "a snapshot is complete; what only older ones needed is still there",

@@ -351,7 +351,8 @@ class SimCoordinator(Owner):
         fragment, round_ = decision.fragment, decision.round
 
         def work() -> Work[None]:
-            yield from self.write_file(f"update-{fragment}-{round_}", update)
+            self.disk.write(f"update-{fragment}-{round_}", update)
+            yield from self.point("update written")
             self.disk.file(f"update-{fragment}-{round_ - UPDATES_KEPT}").unlink()
 
         yield from self._in_thread(self._worker, work())
@@ -399,6 +400,8 @@ class SimCoordinator(Owner):
             rounds_.append(ended)
         saved = Saved(outers=tuple(outers), rounds=tuple(rounds_))
         yield from self.point("snapshot written")
+        self.sync_updates()
+        yield from self.point("updates synced")
         self.disk.check()
         self.disk.snapshots = [*self.disk.snapshots, saved]
         yield from self.point("manifest written")
@@ -408,6 +411,12 @@ class SimCoordinator(Owner):
         with contextlib.suppress(OSError):  # another time
             yield from self._compact()
         self._forget(self.disk.snapshots[0].rounds)
+
+    def sync_updates(self) -> None:
+        """Makes the updates durable that are kept, as `Store.sync_updates` does."""
+        for name, data in sorted(self.disk.files.items()):
+            if name.startswith("update-") and self.disk.synced.get(name) is not data:
+                self.disk.sync(name)
 
     def _compact(self) -> Work[None]:
         """Replaces what the oldest snapshot holds, as `compaction.compact` does."""

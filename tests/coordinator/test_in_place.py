@@ -17,10 +17,14 @@ from coordinator.files import Files
 from coordinator.fold import Outer
 from coordinator.snapshots import load_snapshot
 from coordinator.store import Store
+from coordinator.updates import Update
 from diloco.codec import CODECS
+from diloco.errors import Overload
 from diloco.fragments import partition
+from diloco.framing import piece_to_proto
+from diloco.v1 import coordinator_pb2 as pb
 from tests.processes import wait_until
-from tests.support import BOUND_S, MODEL, Rig, Visitor, configure, draw, folded, part
+from tests.support import BOUND_S, MODEL, Rig, Visitor, configure, draw, folded, part, whole
 
 CONFIG = configure("rounds.start_islands=2", "rounds.quorum=2", "snapshot.every_rounds=100")
 FRAGMENT, OTHER, _ = partition(MODEL, CONFIG.sync)
@@ -34,11 +38,14 @@ class Held(Files):
         self.reached, self.go, self.refused = threading.Event(), threading.Event(), threading.Event()
         self.broken = False
 
-    def dump(self, path: Path, data: Any) -> None:
+    def rename(self, old: Path, new: Path) -> None:
         """Waits in the middle of a fold that has moved the tensors."""
-        if path.parent.name == "updates":
+        if new.parent.name == "updates":
             self.reached.set()
             assert self.go.wait(BOUND_S)
+        super().rename(old, new)
+
+    def dump(self, path: Path, data: Any) -> None:
         if path.parent.name == "anchors" and self.broken:
             self.refused.set()
             raise OSError(28, "No space left on device")
@@ -105,6 +112,43 @@ def test_one_that_was_not_is_served_once_the_fold_is_published(folding: Folding)
     assert torch.equal(values, after_the_fold())
 
 
+def test_an_update_goes_out_while_it_is_made_and_ends_once_it_is_published(folding: Folding) -> None:
+    folding.begin()
+    whole_came = threading.Event()
+
+    def follow(payload: Tensor, have: int) -> None:
+        if have == payload.numel():
+            whole_came.set()
+
+    request = pb.FetchRequest(**folding.a.key(), pieces=[piece_to_proto(piece) for piece in whole(FRAGMENT)])
+    fetching = folding.pool.submit(folding.a.link.fetch, request, 4 * FRAGMENT.numel, follow=follow)
+    assert whole_came.wait(BOUND_S)
+    assert not folding.at.served.ask(lambda run: run.outcomes)
+    assert not fetching.done()
+    folding.files.go.set()
+    header, payload = fetching.result(BOUND_S)
+    assert (header.outcome, header.version) == ("committed", 1)
+    assert header.digest == folding.at.served.ask(lambda run: run.outers[0].digest) & (2**64 - 1)
+    again, same = folding.b.fetch(FRAGMENT)
+    assert again == header
+    assert torch.equal(same, payload)
+
+
+def test_an_update_whose_fold_comes_to_no_end_is_asked_for_again(folding: Folding) -> None:
+    """Bytes that have come stay; their end does not come before the round is published."""
+    update = Update(folding.files, folding.at.run.store.update_path(0, 7), 8, 1, "")
+    made = torch.arange(8, dtype=torch.uint8)
+    update.take(made, 4)
+    update.reach(4)
+    assert update.payload[:4].tolist() == [0, 1, 2, 3]
+    update.close()
+    update.close()
+    update.reach(4)
+    with pytest.raises(Overload, match="not made to its end"):
+        update.reach(5)
+    update.partial.unlink()
+
+
 def test_a_snapshot_waits_for_the_fold(folding: Folding) -> None:
     folding.begin()
     writing = folding.pool.submit(folding.at.served.call, folding.at.run.snapshot())
@@ -136,3 +180,53 @@ def test_anchors_of_an_earlier_life_are_removed(tmp_path: Path) -> None:
     (tmp_path / "anchors" / "f0000-v00000003.bin").write_bytes(b"old")
     Store(tmp_path).close()
     assert not list((tmp_path / "anchors").iterdir())
+
+
+class Noting(Files):
+    """A disk that notes what becomes durable, and when a manifest is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def sync(self, path: Path) -> None:
+        self.notes.append(path.name)
+        super().sync(path)
+
+
+def test_an_update_is_durable_before_the_manifest_of_the_snapshot_that_holds_its_round(tmp_path: Path) -> None:
+    files = Noting()
+    with ExitStack() as stack:
+        at = Rig(CONFIG, tmp_path, stack, files=files)
+        a, b = at.started("a", "b")
+        notes = files.notes
+        notes.clear()
+        for seed, visitor in enumerate((a, b), 1):
+            visitor.push(FRAGMENT, draw(FRAGMENT, seed), tokens=1)
+        a.fetch(FRAGMENT)
+        update = at.run.store.update_path(FRAGMENT.index, 0).name
+        assert update not in notes
+        at.served.call(at.run.snapshot())
+        [manifest] = [number for number, note in enumerate(notes) if note.startswith("manifest")]
+        assert notes.index(update) < notes.index("updates") < manifest
+        notes.clear()
+        at.served.call(at.run.snapshot())
+        assert update not in notes
+
+
+def test_an_update_that_a_power_loss_takes_is_made_again(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        at = Rig(CONFIG, tmp_path, stack, killed=True)
+        a, b = at.started("a", "b")
+        for seed, visitor in enumerate((a, b), 1):
+            visitor.push(FRAGMENT, draw(FRAGMENT, seed), tokens=1)
+        header, payload = a.fetch(FRAGMENT)
+        path, epochs = at.run.store.update_path(FRAGMENT.index, 0), [v.identity.epoch for v in (a, b)]
+        found = payload.clone()
+    path.write_bytes(bytes(path.stat().st_size))
+    with ExitStack() as stack:
+        at = Rig(CONFIG, tmp_path, stack, killed=True)
+        again, payload = at.known("a", epochs[0]).fetch(FRAGMENT)
+        assert (again.digest, again.version) == (header.digest, header.version)
+        assert torch.equal(payload, found)
+        assert path.read_bytes() == found.numpy().tobytes()

@@ -313,13 +313,13 @@ def test_a_fetch_of_an_open_round_waits_so_long_and_says_what_the_round_waits_fo
 
 def test_a_fetch_that_waits_is_answered_when_the_round_ends(at: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = at.started("a", "b")
-    waiting, outcome = Event(), Run.outcome
+    waiting, update = Event(), Run.update
 
     async def seen(*args: Any) -> Any:
         waiting.set()
-        return await outcome(*args)
+        return await update(*args)
 
-    monkeypatch.setattr(Run, "outcome", seen)
+    monkeypatch.setattr(Run, "update", seen)
     a.push(FRAGMENT, draw(FRAGMENT, 1))
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(a.fetch, FRAGMENT)

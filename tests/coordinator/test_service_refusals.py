@@ -116,7 +116,7 @@ SPEC = pb.TensorSpec(name="w", shape=[2], kind="parameter")
 @pytest.mark.parametrize(
     ("fields", "kind", "words"),
     [
-        ({"protocol_min": PROTOCOL + 1, "protocol_max": PROTOCOL + 2}, RunMismatch, "speaks protocols 5 to 6, this"),
+        ({"protocol_min": PROTOCOL + 1, "protocol_max": PROTOCOL + 2}, RunMismatch, "speaks protocols 6 to 7, this"),
         ({"protocol_min": 0, "protocol_max": PROTOCOL - 1}, RunMismatch, "install matching versions"),
         ({"island_id": ""}, Malformed, "an island id, 1 to 64 letters, digits, '.', '_' and '-', not ''"),
         ({"island_id": "../../etc"}, Malformed, r"not '\.\./\.\./etc'"),
@@ -496,7 +496,7 @@ def test_a_fetch_that_waits_no_time_is_answered_at_once(at: Rig, wait_s: float) 
         for visitor in (a, b):
             visitor.push(FRAGMENT, draw(FRAGMENT, 1))
         a.fetch(FRAGMENT)
-        assert [header.outcome for header in fetch(request, timeout=BOUND_S)] == ["committed"]
+        assert next(fetch(request, timeout=BOUND_S)).outcome == "committed"
 
 
 def test_an_update_that_cannot_be_read_is_said_to_the_caller(at: Rig) -> None:
