@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from diloco.config_tokenizer import ShardsConfig, TokenizerConfig
 from diloco.errors import ConfigError
 from diloco.settings import Resolved, Settings, Table, parse, resolve, to_toml
 
@@ -330,6 +331,8 @@ class RunConfig(Settings):
 
     run: RunSection
     model: ModelConfig = ModelConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    shards: ShardsConfig = ShardsConfig()
     inner: InnerConfig = InnerConfig()
     sync: SyncConfig = SyncConfig()
     outer: OuterConfig = OuterConfig()

@@ -32,10 +32,24 @@ def island(island_file: str, coordinator: str, overrides: tuple[str, ...]) -> in
     if not config.island.coordinator:
         raise ConfigError("no coordinator: give --coordinator HOST:PORT or set island.coordinator")
     from island.daemon import run
-    from island.data import corpus
+    from island.data.sources import check
 
-    corpus(config.data.text)  # a missing file is told here, before any rank starts
+    check(config.data)  # a missing file is told here, before any rank starts
     return run(config)
+
+
+@click.command()
+@click.argument("name")
+@click.option("--end", default="", metavar="TOKEN", help="Between two documents; default: a usual one that it has.")
+def tokenizer(name: str, end: str) -> None:
+    """Print the run settings of a tokenizer: NAME is a tokenizer.json, its folder, or a name known to transformers."""
+    from diloco.config_tokenizer import TokenizerConfig
+    from diloco.settings import to_toml
+    from island.data import HuggingFace
+
+    found = HuggingFace(name, end)
+    config = TokenizerConfig(kind="hf", name=name, digest=found.digest, end=found.end)
+    click.echo(f"[tokenizer]\n{to_toml(config)}\n[model]\nvocab_size = {found.vocabulary}")
 
 
 @click.command()

@@ -12,6 +12,7 @@ from diloco.config import NonNegative, Positive, Seconds
 from diloco.settings import Resolved, Settings, parse, resolve
 from diloco.tls import TLS
 from island.config_checkpoint import CheckpointConfig
+from island.config_data import DataConfig, EvalConfig
 
 PROGRESS = "progress"
 """File beside the settings of ranks; it says to the daemon that updates were applied."""
@@ -85,35 +86,6 @@ class MeshConfig(Settings):
                 f"set mesh.replicas={math.gcd(self.replicas, self.ranks)}"
             )
         return self
-
-
-class DataConfig(Settings):
-    text: tuple[str, ...] = ()
-    """Files or folders of text. Empty: the sources of the Python standard library."""
-    shard: NonNegative = 0
-    """Which of `shards` disjoint parts of the training text this island reads."""
-    shards: Positive = 1
-    """Number of parts; usually the number of islands."""
-    held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
-    """Share of the text that no island trains on; the outer parameters are evaluated on it."""
-    batch_sequences: Positive = 16
-    """Sequences per inner step of the whole island; a multiple of mesh.ranks."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> DataConfig:
-        if self.shard >= self.shards:
-            raise ValueError(
-                f"data.shard ({self.shard}) must be below data.shards ({self.shards}): "
-                f"set data.shard={self.shards - 1} or data.shards={self.shard + 1}"
-            )
-        return self
-
-
-class EvalConfig(Settings):
-    every_steps: NonNegative = 0
-    """Inner steps between two evaluations of the outer parameters on the held-out text; 0: never."""
-    sequences: Positive = 64
-    """Held-out sequences per evaluation."""
 
 
 class MetricsConfig(Settings):

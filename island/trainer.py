@@ -15,7 +15,7 @@ from torch import nn
 from diloco.config import RunConfig
 from diloco.errors import DivergedError
 from island.config import IslandConfig
-from island.data import ByteText
+from island.data import Batches, Packed, Stream
 from island.group import Group
 from island.metrics import Metrics
 from island.model import loss as token_loss
@@ -36,7 +36,8 @@ class Trainer:
     run: RunConfig
     island: IslandConfig
     model: nn.Module
-    text: ByteText
+    text: Packed | Stream
+    batches: Batches
     device: torch.device
     metrics: Metrics
     site: Session | None
@@ -50,12 +51,10 @@ class Trainer:
         """
         group, inner, steps = Group(), self.run.inner, self.run.run.steps
         optimizer = build(self.model, inner)
-        share = self.island.data.batch_sequences // group.size
-        rows = slice(group.rank * share, (group.rank + 1) * share)
-        data, every = self.island.data, self.island.metrics.every_steps
+        every = self.island.metrics.every_steps
         begun, evaluate = time.monotonic(), self.island.eval.every_steps
         if self.site:
-            self.site.attach(optimizer)
+            self.site.attach(optimizer, data=lambda: self.batches.together(group).to_json())
         tokens = step = 0
         while (step := self.site.at_step if self.site else step) < steps:
             if any(row[0] for row in group.numbers([self.stop()])):
@@ -63,10 +62,8 @@ class Trainer:
             step += 1
             for parameters in optimizer.param_groups:
                 parameters["lr"] = learning_rate(step, steps, inner)
-            inputs, targets = self.text.train_batch(
-                step - 1, data.shard, data.shards, data.batch_sequences, self.run.run.seed, rows
-            )
-            loss = token_loss(self.model(inputs.to(self.device)), targets.to(self.device))
+            inputs, targets = (part.to(self.device, non_blocking=True) for part in self.batches.next())
+            loss = token_loss(self.model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
             if inner.clip_norm:
                 nn.utils.clip_grad_norm_(self.model.parameters(), inner.clip_norm)
@@ -82,6 +79,7 @@ class Trainer:
             if value is not None and self._finite(value, step):
                 rate = tokens * group.size / (time.monotonic() - begun)
                 self._report(step, value, rate, tokens * group.size)
+                self.metrics.record("data", step=step, places=str(self.batches.together(group)))
             if evaluate and step % evaluate == 0:
                 self._evaluate(step, tokens * group.size, group)
         return "finished"
@@ -119,7 +117,7 @@ class Trainer:
 @torch.no_grad()
 def held_out_loss(
     model: nn.Module,
-    text: ByteText,
+    text: Packed | Stream,
     sequences: int,
     device: torch.device,
     group: Group,

@@ -17,7 +17,7 @@ from diloco.errors import DilocoError, ExitCode, exit_code
 from diloco.settings import to_toml
 from island import mesh
 from island.config import PROGRESS, IslandConfig, load_island
-from island.data import ByteText, check_vocabulary, corpus
+from island.data import Cursor, check_shards, open_batches, open_data
 from island.group import Group
 from island.link import Link
 from island.metrics import JsonLines, Metrics, Sink, Wandb
@@ -78,9 +78,8 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
     device = mesh.start(config.mesh)
     group = Group()
     run = load_run(group.from_first(lambda: _served_run(config)).decode(), "the coordinator").value
-    check_vocabulary(run.model.vocab_size)
-    text = ByteText(corpus(config.data.text), sequence_length=run.model.sequence_length, held_out=config.data.held_out)
-    text.check_batches(config.data.shards, config.data.batch_sequences)
+    text = open_data(config.data, run.model, run.tokenizer)
+    check_shards(text, run, config)
     model = mesh.build(run, config.mesh, device)
     with (
         Metrics(_sinks(config, run) if group.rank == 0 else [], config.metrics.queue_records) as metrics,
@@ -97,6 +96,16 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             tls=config.tls.files(),
             checkpoint=config.checkpoint,
         ) as site,
+        open_batches(
+            text,
+            run,
+            config,
+            step=site.at_step,
+            cursor=Cursor.from_json(site.kept("data")) if site.kept("data") else None,
+            rank=group.rank,
+            ranks=group.size,
+            pin=device.type == "cuda",
+        ) as batches,
     ):
         site.record, site.progressed = metrics.record, progress.touch
         log.info("run %s, epoch %d, from step %d", site.run_id, site.epoch, site.at_step)
@@ -105,6 +114,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             island=config,
             model=model,
             text=text,
+            batches=batches,
             device=device,
             metrics=metrics,
             site=site,

@@ -137,13 +137,14 @@ def test_a_wrong_command_line(command: str, says: str) -> None:
         ("--steps 4 --sync-every 8 --fragments 1", "run.steps (4) ends before the first sync"),
         ("--sync-every 60 --fragments 6", "the model has too few layers; set sync.fragments="),
         ("--set model.vocab_size=255", "model.vocab_size (255) is below 256, and text is read as bytes: set"),
+        ("--set shards.count=8", "the demo reads bytes and divides its text itself: set no tokenizer.kind"),
         ("--set model.vocab=255", "unknown key 'model.vocab'; did you mean 'vocab_size'?"),
         ("--ranks-per-island two", "--ranks-per-island 'two' is not a number, nor numbers such as 2,1,1"),
         ("--ranks-per-island 2,,1", "--ranks-per-island '2,,1' is not a number, nor numbers such as 2,1,1"),
         ("--ranks-per-island 2,0", "--ranks-per-island '2,0': every island needs at least 1 rank"),
         ("--ranks-per-island 2,1 --islands 3", "'2,1' names 2 islands, but --islands is 3"),
         ("--islands 0", "Invalid value for '--islands': 0 is not in the range"),
-        ("--text tiny.txt", "the text has 6 bytes; one training and one held-out sequence of 65 bytes need 1282: name"),
+        ("--text tiny.txt", "the text has 6 tokens; one training and one held-out sequence of 65 tokens need 1282"),
         ("--text text.txt --islands 64 --set model.sequence_length=512", "64 shard(s) of at least one batch of 16"),
         ("--text no.txt", "cannot read no.txt (No such file or directory)"),
         ("--text text.txt --out text.txt", "cannot use the folder text.txt (Not a directory): name another with --out"),
@@ -241,7 +242,11 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 @pytest.mark.parametrize(
     ("command", "code", "says"),
     [
-        ("short text", ExitCode.USAGE, "the text has 6 bytes; one training and one held-out sequence of 65 bytes need"),
+        (
+            "short text",
+            ExitCode.USAGE,
+            "the text has 6 tokens; one training and one held-out sequence of 65 tokens need",
+        ),
         ("vocabulary", ExitCode.USAGE, "model.vocab_size (255) is below 256, and text is read as bytes: set"),
         ("fragments", ExitCode.USAGE, "the model has too few layers; set sync.fragments="),
         ("nobody", ExitCode.UNREACHABLE, f"no coordinator answers at {NOBODY} (Connection refused)"),

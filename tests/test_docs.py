@@ -62,6 +62,17 @@ def test_settings_files_are_correct() -> None:
     assert load_island(island, "README").value.mesh.ranks == 2
 
 
+def test_settings_of_the_data_page_are_correct() -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    found = re.findall(r"```toml\n# (run|island)\.toml\n(.*?)```", page, re.DOTALL)
+    for file, text in found:
+        if file == "island":
+            load_island(text, "docs/data.md")
+        else:
+            load_run(f"[run]\nid = 'a'\n{text}", "docs/data.md")
+    assert {file for file, _ in found} == {"run", "island"}
+
+
 def test_python_compiles() -> None:
     for block in blocks("python"):
         compile(block, "README", "exec")

@@ -156,7 +156,7 @@ def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from island import mesh
-    from island.data import ByteText, corpus
+    from island.data import open_batches, open_data
     from island.group import Group
     from island.metrics import JsonLines, Metrics
     from island.model import Decoder
@@ -167,14 +167,18 @@ def _train(run: RunConfig, config: IslandConfig, device: torch.device) -> None:
     mesh.fill(model, run)
     if group.size > 1:
         model = DistributedDataParallel(model)
-    text = ByteText(corpus(config.data.text), sequence_length=run.model.sequence_length, held_out=config.data.held_out)
+    text = open_data(config.data, run.model, run.tokenizer)
     sink = partial(JsonLines, Path(config.metrics.dir) / f"{config.island.id}.jsonl")
-    with Metrics([sink] if group.rank == 0 else [], config.metrics.queue_records) as metrics:
+    with (
+        Metrics([sink] if group.rank == 0 else [], config.metrics.queue_records) as metrics,
+        open_batches(text, run, config, rank=group.rank, ranks=group.size) as batches,
+    ):
         trainer = Trainer(
             run=run,
             island=config,
             model=model,
             text=text,
+            batches=batches,
             device=device,
             metrics=metrics,
             site=None,

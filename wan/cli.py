@@ -15,6 +15,10 @@ from diloco.errors import ConfigError, ExitCode
 
 _TEXT = click.option("--text", multiple=True, metavar="FILE_OR_FOLDER", help="Text; the Python library's by default.")
 
+_TOKENIZER = click.option(
+    "--tokenizer", default="", metavar="NAME", help="Of a run that does not read bytes: its `tokenizer.name`."
+)
+
 
 @click.command()
 @click.option("--islands", type=click.IntRange(1, 64), help="Islands, 4 by default.")
@@ -115,43 +119,45 @@ def export(states: tuple[str, ...], to: str) -> None:
 @click.command("eval")
 @click.argument("checkpoint")
 @_TEXT
+@_TOKENIZER
 @click.option("--sequences", type=click.IntRange(1), default=256, show_default=True, help="Held-out sequences.")
-def evaluate(checkpoint: str, text: tuple[str, ...], sequences: int) -> None:
+def evaluate(checkpoint: str, text: tuple[str, ...], tokenizer: str, sequences: int) -> None:
     """Loss of CHECKPOINT (a state folder or an exported one) on the held-out part of a text."""
     from contextlib import nullcontext
 
     import torch
 
-    from island.data import ByteText, check_vocabulary, corpus
+    from island.data import named, packed_text
     from island.group import Group
     from island.trainer import held_out_loss
     from wan.checkpoint import load
 
     loaded = load(Path(checkpoint))
-    check_vocabulary(loaded.model.vocab_size)
-    data = ByteText(corpus(text), sequence_length=loaded.model.sequence_length, held_out=0.05)
+    data = packed_text(text, loaded.model, named(tokenizer, loaded.model.vocab_size))
     loss = held_out_loss(loaded.decoder(), data, sequences, torch.device("cpu"), Group(), nullcontext())
-    click.echo(f"loss {loss:.4f} nats per byte on held-out text (unigram {data.unigram_loss():.4f})")
+    unit = "token" if tokenizer else "byte"
+    click.echo(f"loss {loss:.4f} nats per {unit} on held-out text (unigram {data.unigram_loss():.4f})")
 
 
 @click.command()
 @click.argument("checkpoint")
 @click.option("--prompt", default="def ", show_default=True, help="Text to continue.")
-@click.option("--length", type=click.IntRange(1), default=400, show_default=True, help="Bytes to write.")
+@_TOKENIZER
+@click.option("--length", type=click.IntRange(1), default=400, show_default=True, help="Tokens to write.")
 @click.option("--temperature", type=click.FloatRange(0), default=0.8, show_default=True, help="0 takes the likeliest.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-def generate(checkpoint: str, prompt: str, length: int, temperature: float, seed: int) -> None:
+def generate(checkpoint: str, prompt: str, tokenizer: str, length: int, temperature: float, seed: int) -> None:
     """Continue a text with CHECKPOINT (a state folder or an exported one)."""
     import torch
 
-    from island.data import check_vocabulary, to_text
+    from island.data import named
     from island.model import generate as sample
     from wan.checkpoint import load
 
     if not prompt:
         raise ConfigError("--prompt is empty: give at least one character to continue")
     loaded = load(Path(checkpoint))
-    check_vocabulary(loaded.model.vocab_size)
-    tokens = torch.tensor(list(prompt.encode()))
+    using = named(tokenizer, loaded.model.vocab_size)
+    tokens = torch.tensor(using.encode([prompt])[0].astype("int64"))
     written = sample(loaded.decoder(), tokens, length, temperature, seed, loaded.model.sequence_length)
-    click.echo(to_text(written))
+    click.echo(using.decode(written.tolist()))

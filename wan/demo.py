@@ -25,7 +25,7 @@ from diloco.layout import Layout, TensorSpec, named_tensors
 from diloco.settings import Resolved, to_toml
 from diloco.v1 import coordinator_pb2 as pb
 from island.config import IslandConfig
-from island.data import ByteText, check_vocabulary, corpus, to_text
+from island.data import Bytes, Packed, check_vocabulary, packed_text
 from island.group import Group
 from island.link import Link
 from island.model import Decoder, generate
@@ -112,8 +112,8 @@ def run(demo: Demo, console: Console) -> Report:
     config = settings(demo)
     demo = demo.under(config.value)
     check_model(config.value)
-    text = ByteText(corpus(demo.text), sequence_length=config.value.model.sequence_length, held_out=0.05)
-    text.check_batches(len(demo.ranks), demo.sequences)
+    text = packed_text(demo.text, config.value.model, Bytes())
+    text.check([0], len(demo.ranks), demo.sequences)
     prepare(demo, config.value)
     begun = time.monotonic()
     title = f"{len(demo.ranks)} islands, {sum(demo.ranks)} ranks, H={demo.sync_every}, {demo.fragments} fragments"
@@ -147,7 +147,9 @@ def settings(demo: Demo) -> Resolved[RunConfig]:
 
 
 def check_model(config: RunConfig) -> None:
-    """Raises `ConfigError` where the model cannot read bytes, or has too few layers for the run's fragments."""
+    """Raises `ConfigError` where the run does not fit the demo's bytes and shards, or has too many fragments."""
+    if config.tokenizer.kind != "bytes" or config.shards.count:
+        raise ConfigError("the demo reads bytes and divides its text itself: set no tokenizer.kind and no shards.count")
     check_vocabulary(config.model.vocab_size)
     with torch.device("meta"):
         tensors = named_tensors(Decoder(config=config.model))
@@ -270,7 +272,7 @@ def records(path: Path, kind: str) -> list[dict[str, Any]]:
 def result(
     demo: Demo,
     config: Resolved[RunConfig],
-    text: ByteText,
+    text: Packed,
     status: pb.StatusReply,
     seconds: float,
     curves: Sequence[Curve],
@@ -318,7 +320,7 @@ def result(
             *curves,
         ),
         prompt=PROMPT,
-        sample=to_text(written),
+        sample=Bytes().decode(written.tolist()),
         settings=tuple((key, json.dumps(value), origin) for key, value, origin in config.rows()),
     )
 
