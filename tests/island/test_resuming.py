@@ -153,7 +153,17 @@ def undisturbed(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize(("kept", "killed"), [(1, 1), (3, 3), (5, 11), (6, 6), (7, 14), (8, 8), (10, 21), (11, 24)])
+@pytest.mark.parametrize(
+    ("kept", "killed"),
+    [
+        (6, 6),
+        (7, 14),
+        *(
+            pytest.param(*steps, marks=pytest.mark.slow)
+            for steps in ((1, 1), (3, 3), (5, 11), (8, 8), (10, 21), (11, 24))
+        ),
+    ],
+)
 def test_an_island_that_is_killed_ends_with_the_same_bits(tmp_path: Path, name: str, kept: int, killed: int) -> None:
     """The checkpoint is of step `kept`, and it is killed at `killed`: some rounds have ended since then."""
     with run(name, tmp_path / "state") as host:
