@@ -59,6 +59,8 @@ class Admitted:
     epoch: int
     reason: str
     ranks: int = 0
+    awaited: bool = False
+    """Whether rounds wait for it as before: it came back in time, and goes on where it stood."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,8 @@ class Joined:
 
     island: str
     ranks: int = 0
+    resumes: bool = False
+    """It may go on exactly where it stood."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +231,14 @@ def _respond(state: State, event: Event, now: float) -> tuple[State, list[Fact]]
 def _admit(state: State, event: Joined) -> Admitted:
     if state.stopping:
         raise Refused(f"the run is being stopped ({state.stopping}): join when its coordinator is started again")
-    reason = "came back" if event.island in state.members else "new"
-    return Admitted(island=event.island, epoch=state.last_epoch + 1, reason=reason, ranks=event.ranks)
+    old = state.members.get(event.island)
+    return Admitted(
+        island=event.island,
+        epoch=state.last_epoch + 1,
+        reason="came back" if old else "new",
+        ranks=event.ranks,
+        awaited=event.resumes and old is not None and old.awaited,
+    )
 
 
 def _beat(state: State, event: Beat, now: float) -> tuple[State, list[Fact]]:

@@ -463,7 +463,7 @@ class Run:
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
-    async def join(self, island: str, ranks: int, run_id: str, layout: Layout) -> int:
+    async def join(self, island: str, ranks: int, run_id: str, layout: Layout, *, resumes: bool = False) -> int:
         """Enters an island; returns its epoch.
 
         Raises:
@@ -477,9 +477,9 @@ class Run:
                 f"this coordinator serves run '{self.config.run.id}' (model layout {mine}), and the island means to "
                 f"join run '{run_id}' (model layout {layout.digest[:16]}): check the address or island.run_id"
             )
-        return await self.in_turn(lambda: self._join(island, ranks, layout))
+        return await self.in_turn(lambda: self._join(island, ranks, layout, resumes))
 
-    async def _join(self, island: str, ranks: int, layout: Layout) -> int:
+    async def _join(self, island: str, ranks: int, layout: Layout, resumes: bool) -> int:
         self.admission.lease(island, [member.id for member in self.state.members.values() if member.present])
         first = self.layout is None
         fragments = kept(partition(layout, self.config.sync), self.config.run) if first else self.fragments
@@ -493,10 +493,10 @@ class Run:
             self.fragments, self.layout, self.progress[island] = fragments, layout, Progress()
 
         failpoint("join-begun")
-        await self.take_in_turn(rounds.Joined(island=island, ranks=ranks), layout_row(layout) if first else None, then)
+        joined = rounds.Joined(island=island, ranks=ranks, resumes=resumes)
+        await self.take_in_turn(joined, layout_row(layout) if first else None, then)
         failpoint("join-recorded")
-        for forgotten in self.progress.keys() - self.state.members.keys():
-            del self.progress[forgotten]
+        self.progress = {known: told for known, told in self.progress.items() if known in self.state.members}
         if first:
             log.info("model layout %s from island %s: %d elements", layout.digest[:16], island, layout.numel)
         return self.state.members[island].epoch

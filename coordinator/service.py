@@ -87,7 +87,7 @@ class Service:
         layout = Layout(_spec(tensor) for tensor in request.tensors)
         if layout.digest != request.layout_digest:
             raise Malformed(f"the tensors have layout digest {layout.digest}, not {request.layout_digest}")
-        epoch = await self._run.join(request.island_id, request.ranks, request.run_id, layout)
+        epoch = await self._run.join(request.island_id, request.ranks, request.run_id, layout, resumes=request.resumes)
         return pb.JoinReply(
             run_id=self._run.config.run.id,
             epoch=epoch,

@@ -204,6 +204,7 @@ def _admit(state: State, fact: Admitted, now: float) -> State:
         epoch=fact.epoch,
         lease_until=now + state.config.lease_s,
         ranks=fact.ranks,
+        standing=Standing.ACTIVE if fact.awaited else Standing.JOINING,
         contributions=old.contributions if old else 0,
         dropped=old.dropped if old else 0,
     )

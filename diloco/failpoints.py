@@ -53,6 +53,9 @@ ISLAND = {
     "fetch-receiving": "a chunk of an update or of an anchor is here",
     "anchor-moved": "a rank's anchors have moved by an update; no digest is compared",
     "mixed": "an update is in training",
+    "checkpoint-staged": "a checkpoint is copied; nothing of it is written",
+    "checkpoint-written": "a rank has written its part of a checkpoint, which has no manifest",
+    "checkpoint-complete": "a checkpoint has its manifest; what is too old is still there",
     "leave-begun": "the island is about to give its lease back",
 }
 """What has happened at each step of an island."""

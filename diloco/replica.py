@@ -87,6 +87,8 @@ class Staged:
     """Whether all values are."""
     copied: torch.cuda.Event | None = None
     """With CUDA, what says that the copies are complete."""
+    moved: bool = False
+    """Whether they are the pseudo-gradient already, as it was kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,18 @@ class Replica:
             staged.copied.synchronize()
         self._buffers.give(staged.buffer)
 
+    def restage(self, fragment: int) -> Staged:
+        """What is to be filled with a pseudo-gradient that was kept, to be encoded again."""
+        owned = self.owned(fragment)
+        buffer = self._buffers.take(sum(h.box.numel for h in owned))
+        return Staged(copies=views(buffer, owned), buffer=buffer, finite=True, moved=True)
+
+    def pseudo_gradient(self, fragment: int, staged: Staged) -> list[Tensor]:
+        """The pseudo-gradient of what is staged (fp32, by owned piece), as `encode` takes it; changes nothing."""
+        if staged.copied:
+            staged.copied.synchronize()
+        return [h.anchor - copy for h, copy in zip(self.owned(fragment), staged.copies, strict=True)]
+
     def contribution_size(self, fragment: int) -> int:
         """Bytes that this rank sends for one contribution."""
         return sum(self.up.of(h.spec).size(h.box.numel) for h in self.owned(fragment))
@@ -212,11 +226,13 @@ class Replica:
             codec, anchor, moved = self.up.of(held.spec), held.anchor.view(-1), copy.view(-1)
             part, payload = payload[: codec.size(moved.numel())], payload[codec.size(moved.numel()) :]
             if feedback and codec.feedback:
-                _subtract(anchor, moved, held)
+                if not staged.moved:
+                    _subtract(anchor, moved, held)
                 yield from feedback.encode(number, moved, codec, part)
                 continue
             for values, bytes_ in codec.slices(moved.numel(), AT_ONCE):
-                _subtract(anchor[values], moved[values], held)
+                if not staged.moved:
+                    _subtract(anchor[values], moved[values], held)
                 codec.encode(moved[values], part[bytes_])
                 yield part[bytes_]
         if not feedback:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from diloco.tls import TLS
 
 if TYPE_CHECKING:
+    from island.config_checkpoint import CheckpointConfig
     from island.session import Session, join
 
-__all__ = ["TLS", "Session", "join"]
+__all__ = ["TLS", "CheckpointConfig", "Session", "join"]
 
 
 def __getattr__(name: str) -> Any:

@@ -61,7 +61,7 @@ class Anchors:
             DigestMismatch: the bits differ from the coordinator's, also when fetched anew.
         """
         fragment, stand = state.fragment, Stand(state.version, state.round, state.digest)
-        if not self._matches(fragment, stand):
+        if not self.matches(fragment, stand):
             try:
                 self._together(lambda: self._courier.catch_up(fragment, stand.round))
             except Expired:
@@ -79,7 +79,7 @@ class Anchors:
             DigestMismatch: the bits differ also when fetched anew.
         """
         for attempt in range(DIGEST_ATTEMPTS + 1):
-            if self._matches(fragment, stand):
+            if self.matches(fragment, stand):
                 self._replica.position[fragment] = Position(stand.version, stand.round)
                 self._replica.taken[fragment] = stand.round
                 return
@@ -119,7 +119,8 @@ class Anchors:
         owned, check = (combine(*(row[i] for row in rows)) for i in (0, 1))
         return owned & (2**64 - 1), check
 
-    def _matches(self, fragment: int, stand: Stand) -> bool:
+    def matches(self, fragment: int, stand: Stand) -> bool:
+        """Whether a fragment is the coordinator's, on all ranks."""
         self._share(fragment)
         return self.digest(fragment, known=True) == (stand.digest, 0)
 

@@ -13,6 +13,7 @@ from diloco.config import RunConfig
 from diloco.errors import ConfigError
 from diloco.settings import NonNegative, Positive, Resolved, Seconds, Settings, parse, resolve
 from diloco.tls import TLS
+from island.config_checkpoint import CheckpointConfig
 from island.config_data import DataConfig, EvalConfig
 from island.config_mesh import MemoryConfig, MeshConfig
 from island.config_nodes import NodesConfig, PreemptionConfig
@@ -96,6 +97,7 @@ class IslandConfig(Settings):
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     nodes: NodesConfig = NodesConfig()
     preemption: PreemptionConfig = PreemptionConfig()
 

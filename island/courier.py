@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from island.parcel import Parcel
 from island.spool import remove
 
 log = logging.getLogger("diloco.island")
+Key = tuple[int, int]
+"""Fragment and round."""
 WAIT_S = 20.0
 """How long one request may wait at the coordinator for a round to end; then it asks again."""
 
@@ -65,6 +68,10 @@ class Courier:
         """Parts of contributions that counted."""
         self.held = False
         """Whether the run stands still on purpose, so that rounds may take as long as they like."""
+        self.counted: Mapping[Key, Fate] = {}
+        """What an earlier process of the island has contributed: it is made again, and not sent."""
+        self.repeats = False
+        """Whether the island repeats what an earlier process has done, and has yet to contribute something new."""
         self._abandoned = False
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encoder")
         self._pushed: set[int] = set()
@@ -110,6 +117,9 @@ class Courier:
             DivergedError: a pseudo-gradient that is not finite. What was sent has no end, and counts for nothing.
         """
         owned, up = self._replica.owned(fragment), self._replica.up
+        if (fragment, round_) in self.counted:
+            self._count_again(fragment, round_, staged)
+            return
         if not owned:
             return
         header = self._header(fragment, owned, up.id, up.version)
@@ -132,6 +142,21 @@ class Courier:
             self.accepted += not receipt.dropped
             if not self._abandoned:
                 self._replica.receipt(fragment, _fate(receipt))
+        if self.repeats and (receipt.dropped or receipt.late):
+            raise StaleEpoch("the run has gone on without this island while it repeated its steps")
+        self.repeats = False
+
+    def _count_again(self, fragment: int, round_: int, staged: Staged) -> None:
+        """Has the replica stand as after a contribution that is known to count."""
+        with self.anchors:
+            self._check()
+            if self._replica.feedback:
+                collections.deque(self._replica.encode(fragment, staged, round_), maxlen=0)
+                self._replica.receipt(fragment, self.counted[fragment, round_])
+            else:
+                self._replica.unstage(staged)
+            self.accepted += bool(self._replica.owned(fragment))
+        self._encoded(fragment)
 
     def _encode(self, fragment: int, staged: Staged, round_: int, payload: Tensor) -> Iterator[Tensor]:
         """The payload of a contribution, as it is made; its end comes once all who are to hear of it have."""
@@ -162,14 +187,16 @@ class Courier:
         return self.fetch_update(fragment, round_)
 
     def fetch_update(self, fragment: int, round_: int) -> pb.FetchHeader:
-        """Waits for a round to end and moves the anchors of the owned pieces by its update.
+        """Waits for a round to end and moves the anchors of the owned pieces by its update, unless they have moved.
 
         Raises:
             DeadlineExceeded: the round has not ended although its deadline has passed. Only time that the coordinator
                 has let pass counts: while nobody answers, or the run is held, no deadline runs.
         """
         failpoint("outcome-asked")
-        owned = self._replica.owned(fragment)
+        taken = self._replica.taken[fragment]
+        held = taken is not None and taken > round_
+        owned = [] if held else self._replica.owned(fragment)
         request = self._request(fragment, owned)
         request.round = round_
         rounds = self._config.rounds
@@ -188,12 +215,18 @@ class Courier:
                 )
         with self.anchors:
             self._check()
-            if header.outcome == "committed":
+            if header.outcome == "committed" and not held:
                 arriving.apply(payload)
                 failpoint("anchor-moved")
             self._replica.taken[fragment] = round_ + 1
         self._link.buffers.give(payload)
         return header
+
+    def outcome(self, fragment: int, round_: int) -> bytes:
+        """How a round ended, or that it is open. Raises `Expired` where that is no longer known."""
+        request = self._request(fragment, [])
+        request.round = round_
+        return bytes(self._link.fetch(request, 0)[0].outcome.encode())
 
     def catch_up(self, fragment: int, round_: int) -> pb.FetchHeader | None:
         """Moves the anchors of the owned pieces by the updates of ended rounds, until `round_` is the next.

@@ -85,7 +85,7 @@ def settle(model: nn.Module) -> None:
             reshard()
 
 
-def join_request(layout: Layout, *, island_id: str, run_id: str, ranks: int) -> pb.JoinRequest:
+def join_request(layout: Layout, *, island_id: str, run_id: str, ranks: int, resumes: bool = False) -> pb.JoinRequest:
     """What an island says of itself to enter a run."""
     return pb.JoinRequest(
         protocol_min=PROTOCOL,
@@ -95,6 +95,7 @@ def join_request(layout: Layout, *, island_id: str, run_id: str, ranks: int) -> 
         ranks=ranks,
         tensors=[pb.TensorSpec(name=s.name, shape=s.shape, kind=s.kind) for s in layout.tensors],
         layout_digest=layout.digest,
+        resumes=resumes,
     )
 
 

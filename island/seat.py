@@ -23,14 +23,13 @@ from diloco.replica import Replica
 from diloco.v1 import coordinator_pb2 as pb
 from island.anchors import Anchors, Together
 from island.courier import Courier
+from island.courier import Key as Key
 from island.group import Group
 from island.heart import Heart
 from island.lease import Lease, Limits
 from island.link import Link
 from island.settling import Settling
 
-Key = tuple[int, int]
-"""Fragment and round."""
 DIRECTIVES = ("", "pause", "leave")
 """Of several coordinators' the last in this order holds."""
 REJOINS = 5
@@ -53,7 +52,8 @@ class Seat:
     ) -> None:
         self.link, self.lease = link, Lease(group, link, request, limits)
         self._group, self._island, self._guard = group, request.island_id, guard
-        self._reply = pb.JoinReply()
+        self.reply = pb.JoinReply()
+        """What the coordinator said when the island joined."""
         self._spoiled = False
         self.index = 0
         """Which of the run's coordinators this is."""
@@ -68,12 +68,12 @@ class Seat:
     @property
     def epoch(self) -> int:
         """Of the present lease."""
-        return self._reply.epoch
+        return self.reply.epoch
 
     @property
     def run_id(self) -> str:
         """The run's name."""
-        return self._reply.run_id
+        return self.reply.run_id
 
     @property
     def heart(self) -> Heart | None:
@@ -87,7 +87,7 @@ class Seat:
 
     def enter(self) -> RunConfig:
         """Joins; returns the run's settings as this coordinator serves them. Collective."""
-        self._reply = self.lease.enter()
+        self.reply = self.lease.enter()
         config = self._served()
         self.index = config.run.coordinator_index
         return config
@@ -101,7 +101,7 @@ class Seat:
         self.losses += 1
         self.courier.abandon()
         accepted = self.courier.accepted
-        self._reply = self.lease.enter_again()
+        self.reply = self.lease.enter_again()
         self.check(self._served(), agreed)
         self.begin(*self._begun)
         self.courier.accepted = accepted
@@ -115,7 +115,7 @@ class Seat:
             )
 
     def _served(self) -> RunConfig:
-        return load_run(self._reply.config_toml, "the coordinator").value
+        return load_run(self.reply.config_toml, "the coordinator").value
 
     def begin(
         self, replica: Replica, config: RunConfig, together: Together, settling: Settling, spool_dir: Path | None
@@ -131,12 +131,12 @@ class Seat:
         """
         self._begun, sync = (replica, config, together, settling, spool_dir), config.sync
         self._spoiled = self.at_home = False
-        settling.rejoin(self._reply.contributed)
+        settling.rejoin(self.reply.contributed)
         self.fragments = tuple(f.index for f in replica.fragments if coordinator_of(f.index, config.run) == self.index)
         self.pool.shutdown(wait=False, cancel_futures=True)
         flights = 2 + sync.overlap_steps * len(self.fragments) // sync.every_steps
         self.pool = ThreadPoolExecutor(max_workers=flights, thread_name_prefix="courier")
-        identity = self.lease.identity(self._reply)
+        identity = self.lease.identity(self.reply)
         self.courier = Courier(
             self.link,
             replica,

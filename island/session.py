@@ -19,7 +19,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ from torch import nn
 
 from diloco.codec.policy import down_choice, up_choice
 from diloco.config import RunConfig
-from diloco.digest import show
 from diloco.errors import DivergedError, Expired, StaleEpoch
 from diloco.failpoints import failpoint
 from diloco.feedback import Ending
@@ -42,15 +41,16 @@ from diloco.schedule import Apply, Schedule, Send
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from island.anchors import Stand
-from island.courier import Courier
+from island.config_checkpoint import CheckpointConfig
 from island.following import Following, Schedulers, several
 from island.group import Group
-from island.heart import Heart
 from island.joining import check, hold, inventory, join_request, name_here, settle
 from island.lease import POLL_S, Limits
 from island.link import Link
+from island.resuming import Keeping, may_resume
 from island.seat import REJOINS, Key, Seat, Seats, Word
 from island.settling import Settling
+from island.site import Site
 
 log = logging.getLogger("diloco.island")
 T = TypeVar("T")
@@ -75,6 +75,7 @@ def join(
     max_bandwidth_mbps: float = 0.0,
     spool_dir: str = "",
     tls: TLS | None = None,
+    checkpoint: CheckpointConfig | None = None,
 ) -> Session:
     """Joins a run; returns once the first parameters are loaded and the run has started.
 
@@ -96,6 +97,7 @@ def join(
             gets an equal share of it.
         spool_dir: folder of downloads and of what the up codec dropped, for an island that is started again; or "".
         tls: files to speak mutual TLS with; nothing is encrypted without.
+        checkpoint: where the island keeps its own state, and goes on with it; it keeps none without.
 
     Raises:
         InputError: the TLS files are not what they should be; or the optimizer or the schedule is none for this model.
@@ -115,13 +117,23 @@ def join(
     spool = Path(spool_dir) if spool_dir else None
     try:
         names = {"island_id": island_id, "run_id": run_id}
-        return Session(model, group, link, **names, optimizer=optimizer, follow=follow, limits=limits, spool_dir=spool)
+        return Session(
+            model,
+            group,
+            link,
+            **names,
+            optimizer=optimizer,
+            follow=follow,
+            limits=limits,
+            spool_dir=spool,
+            checkpoint=checkpoint,
+        )
     except BaseException:
         link.close()
         raise
 
 
-class Session:
+class Session(Site):
     """One rank of an island in a run. Made by `join`."""
 
     def __init__(
@@ -136,6 +148,7 @@ class Session:
         follow: Callable[[int], None],
         limits: Limits,
         spool_dir: Path | None = None,
+        checkpoint: CheckpointConfig | None = None,
     ) -> None:
         self.island_id, self._model, self._group = island_id, model, group
         self.optimizer, self._follow = optimizer, follow
@@ -154,14 +167,16 @@ class Session:
         self.leaving = ""
         """Why the island is to leave at this step edge; empty while it is to train."""
         self._closing = contextlib.ExitStack()
-        self._flights: dict[Key, Future[pb.FetchHeader]] = {}
-        self._overdue: dict[Key, int] = {}
-        self._rollbacks_in_a_row = self._accepted = 0
+        self.flights: dict[Key, Future[pb.FetchHeader]] = {}
+        self.overdue: dict[Key, int] = {}
+        self.rollbacks_in_a_row = self.accepted = 0
         tensors, full = inventory(model, group)
-        request = join_request(full, island_id=island_id, run_id=run_id, ranks=group.size)
+        resumes = may_resume(checkpoint, run_id, island_id, group)
+        request = join_request(full, island_id=island_id, run_id=run_id, ranks=group.size, resumes=resumes)
         self._seats = Seats(group, link, request, limits)
         try:
             self.config: RunConfig = self._seats.enter()
+            request.resumes = False  # once it has lost a lease, it has not
             self.schedule = Schedule.of(self.config)
             self.layout: Layout = full.under(self.config.sync.buffers)
             self.replica = Replica(
@@ -176,12 +191,14 @@ class Session:
             whose, moving = f"{self.run_id}_{island_id}", len(self.schedule.offsets)
             self._settling = Settling(self.replica, group, spool_dir, whose, moving)
             self._closing.callback(self._settling.close)
-            self._adopted = [(0, 0)] * len(self.replica.fragments)
+            self.adopted = [(0, 0)] * len(self.replica.fragments)
             for seat in self._seats:
                 seat.begin(self.replica, self.config, partial(self._together, seat), self._settling, spool_dir)
                 seat.link.persist(limits.reconnect_s)
+            self.keeping = Keeping(self, model, group, self._seats, self._settling, checkpoint)
             try:
-                self._take_up()
+                if not self.keeping.begin():
+                    self._take_up()
             except StaleEpoch as error:
                 self._rejoin(error)
             follow(self.at_step)
@@ -195,31 +212,9 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self.keeping.settle()
         self.leave("finished" if error is None else _why(error))
-
-    @property
-    def run_id(self) -> str:
-        """The run's name."""
-        return self._first.run_id
-
-    @property
-    def epoch(self) -> int:
-        """Of the lease; of that at coordinator 0, where there are several, as what follows."""
-        return self._first.epoch
-
-    @property
-    def heart(self) -> Heart | None:
-        """Rank 0's heartbeat."""
-        return self._first.heart
-
-    @property
-    def courier(self) -> Courier:
-        """This rank's bulk traffic."""
-        return self._first.courier
-
-    @property
-    def _first(self) -> Seat:
-        return next(iter(self._seats))
 
     @property
     def done(self) -> bool:
@@ -261,16 +256,16 @@ class Session:
     def _stand(self, step: int) -> None:
         """Goes to where the run stands, or others are at inner step `step`; what is counted from a step moves along."""
         moving = enumerate(self.replica.position[: len(self.schedule.offsets)])
-        before, rounds = self.at_step, [p.round + ((f, p.round) in self._overdue) for f, p in moving]
+        before, rounds = self.at_step, [p.round + ((f, p.round) in self.overdue) for f, p in moving]
         self.at_step = self.schedule.position(rounds, step)
         moved = self.at_step - before
-        self._adopted = [(tokens, at + moved) for tokens, at in self._adopted]
-        self._overdue = {key: at + moved for key, at in self._overdue.items()}
+        self.adopted = [(tokens, at + moved) for tokens, at in self.adopted]
+        self.overdue = {key: at + moved for key, at in self.overdue.items()}
 
     def _start_afresh(self, fragments: Iterable[int]) -> None:
         """Counts tokens and steps of fragments from here: what went before is in no contribution any more."""
         for fragment in fragments:
-            self._adopted[fragment] = (self.tokens, self.at_step)
+            self.adopted[fragment] = (self.tokens, self.at_step)
 
     def _rejoin(self, error: StaleEpoch) -> None:
         """Joins again under a new epoch where the lease is lost, and takes up the fragments of that coordinator.
@@ -287,9 +282,9 @@ class Session:
             try:
                 for seat in lost:
                     self._say("the lease of epoch %d is lost (%s): joining again", seat.epoch, error.message)
-                    for key in [key for key in self._flights if key[0] in seat.fragments]:
-                        del self._flights[key]
-                        self._overdue.pop(key, None)
+                    for key in [key for key in self.flights if key[0] in seat.fragments]:
+                        del self.flights[key]
+                        self.overdue.pop(key, None)
                     seat.enter_again(self.config)
                     back.append(seat)
                 self._take_up()
@@ -337,6 +332,7 @@ class Session:
                 self._rejoin(error)
                 work = self._resume
         self._follow(self.at_step)
+        self.keeping.edge()
 
     def _edge(self, loss: float | None) -> None:
         word = self._listen(loss)
@@ -346,9 +342,9 @@ class Session:
             time.sleep(POLL_S)
             word = self._listen(loss)
         due = [a for a in self.schedule.due(self.at_step) if self._ahead(a) and not self._sent(a)]
-        if due or self._overdue or not word.finite:
+        if due or self.overdue or not word.finite:
             settle(self._model)
-        for key in list(self._overdue):
+        for key in list(self.overdue):
             self._finish(key, may_go_on=not any(isinstance(a, Send) and a.fragment == key[0] for a in due))
         sends = [a for a in due if isinstance(a, Send) and self._ahead(a)]
         self._send_all(sends, "" if word.finite else f"the training loss is {'not finite' if loss is None else loss}")
@@ -360,7 +356,7 @@ class Session:
 
     def _resume(self) -> None:
         """Applies what a lost lease has interrupted, of coordinators that have not lost it."""
-        for key in list(self._overdue) if not self.leaving else ():
+        for key in list(self.overdue) if not self.leaving else ():
             self._finish(key, may_go_on=True)
 
     def _ahead(self, action: Send | Apply) -> bool:
@@ -369,7 +365,7 @@ class Session:
 
     def _sent(self, action: Send | Apply) -> bool:
         """Whether it is a contribution that is in flight: the island has gone back to a step before it was sent."""
-        return isinstance(action, Send) and (action.fragment, action.round) in self._flights
+        return isinstance(action, Send) and (action.fragment, action.round) in self.flights
 
     def _say(self, line: str, *values: object) -> None:
         """Tells people, once for the island."""
@@ -381,7 +377,7 @@ class Session:
         if task is not None:
             wait([task], wait_s)
         finite = loss is None or math.isfinite(loss)
-        return self._seats.confer(finite=finite, done=task is None or task.done(), flights=self._flights)
+        return self._seats.confer(finite=finite, done=task is None or task.done(), flights=self.flights)
 
     def _together(self, seat: Seat, work: Callable[[], T]) -> T:
         """Does a rank's bulk work off its training thread; returns once every rank's is done. Collective."""
@@ -411,7 +407,8 @@ class Session:
         for number, send in enumerate(sends):
             if reason:
                 seat = self._seats.of(send.fragment)
-                self._flights[send.fragment, send.round] = seat.pool.submit(
+                self.keeping.decline((send.fragment, send.round), reason)
+                self.flights[send.fragment, send.round] = seat.pool.submit(
                     seat.courier.sit_out, send.fragment, send.round, reason
                 )
             else:
@@ -422,11 +419,13 @@ class Session:
         return self.replica.stage(fragment)
 
     def _send(self, fragment: int, round_: int, staged: Staged) -> None:
-        tokens, steps = self._adopted[fragment]
+        tokens, steps = self.adopted[fragment]
         since = sum(row[0] for row in self._group.numbers([self.tokens - tokens]))
         position, seat = self.replica.position[fragment], self._seats.of(fragment)
-        self._flights[fragment, round_] = seat.pool.submit(
-            seat.courier.exchange, fragment, round_, position.version, staged, since, self.at_step - steps
+        work = fragment, round_, position.version, staged, since, self.at_step - steps
+        exchange = partial(seat.courier.exchange, *work)
+        self.flights[fragment, round_] = seat.pool.submit(
+            self.keeping.exchanging((fragment, round_), staged, since, self.at_step - steps, exchange)
         )
 
     def _roll_back(self, reason: str) -> None:
@@ -436,11 +435,11 @@ class Session:
         """
         mine = sum(seat.courier.accepted for seat in self._seats)
         accepted = sum(row[0] for row in self._group.numbers([mine]))
-        if accepted != self._accepted:
-            self._accepted, self._rollbacks_in_a_row = accepted, 0
-        self._rollbacks_in_a_row += 1
+        if accepted != self.accepted:
+            self.accepted, self.rollbacks_in_a_row = accepted, 0
+        self.rollbacks_in_a_row += 1
         what = f"{reason} at inner step {self.at_step}"
-        if self._rollbacks_in_a_row >= ROLLBACKS:
+        if self.rollbacks_in_a_row >= ROLLBACKS:
             raise DivergedError(f"{what}, for the third time in a row: lower inner.lr", step=self.at_step)
         self._say("%s: going back to the anchors", what)
         self.rollbacks += 1
@@ -451,17 +450,17 @@ class Session:
         for optimizer in several(self.optimizer):
             optimizer.state.clear()
             optimizer.zero_grad()
-        self._start_afresh(range(len(self._adopted)))
+        self._start_afresh(range(len(self.adopted)))
         self.record("rollback", step=self.at_step, reason=reason)
 
     # -- applying -------------------------------------------------------------------------------------------------
 
     def _apply(self, fragment: int, round_: int) -> None:
         key = fragment, round_
-        if key not in self._flights:
+        if key not in self.flights:
             # It came in after the send step. Where every island did, the round would never open, and so never end.
             self._send_all([Send(fragment, round_)], "")
-        self._overdue[key] = self.at_step
+        self.overdue[key] = self.at_step
         self._finish(key, may_go_on=True)
 
     def _finish(self, key: Key, *, may_go_on: bool) -> None:
@@ -470,8 +469,8 @@ class Session:
         It returns without it where nobody answers at the coordinator and the island may train on for now; and where a
         round is overdue already, until its outcome is there.
         """
-        flight, told, seat = self._flights[key], False, self._seats.of(key[0])
-        waits_on = may_go_on and self._overdue.get(key, self.at_step) < self.at_step
+        flight, told, seat = self.flights[key], False, self._seats.of(key[0])
+        waits_on = may_go_on and self.overdue.get(key, self.at_step) < self.at_step
         while not (word := self._listen(task=flight, wait_s=0.0 if waits_on else SLICE_S)).done:
             at_bound = self._at_bound()
             silent = word.silent[seat.index]
@@ -484,28 +483,28 @@ class Session:
                 self._say("pausing at step %d until round %d of fragment %d has ended", self.at_step, key[1], key[0])
                 told = True
         self._adopt(seat, key)
-        del self._flights[key]
-        self._overdue.pop(key, None)
+        del self.flights[key]
+        self.overdue.pop(key, None)
         if seat.heart:
             seat.heart.rounds = tuple(p.round for p in self.replica.position)
 
     def _at_bound(self) -> bool:
         """Whether the island may not train on without a coordinator."""
-        first = min(self._overdue.values(), default=self.at_step)
+        first = min(self.overdue.values(), default=self.at_step)
         return self.done or self.at_step - first >= self.config.sync.max_steps_without_coordinator
 
     def _adopt(self, seat: Seat, key: Key) -> None:
         """Applies the outcome that all ranks have; from the beginning where a lost lease has interrupted it."""
         fragment, round_ = key
-        late = self.at_step - self._overdue.get(key, self.at_step)
+        late = self.at_step - self.overdue.get(key, self.at_step)
         try:
-            header = self._result(seat, self._flights[key])
+            header = self._result(seat, self.flights[key])
         except Expired as error:
             self._say("fragment %d: %s; doing so", fragment, error.message)
             self._settling.settle(fragment, Ending.PASSED_OVER)
             seat.anchors.replace(fragment)
             self.replica.mix(fragment, alpha=0.0)
-            self._adopted[fragment] = (self.tokens, self.at_step)
+            self.adopted[fragment] = (self.tokens, self.at_step)
             return
         if late:
             self._say("fragment %d round %d is applied %d steps after its sync", fragment, round_, late)
@@ -517,57 +516,17 @@ class Session:
             self.replica.mix(fragment)
             failpoint("mixed")
             self.rounds += 1
-            self._adopted[fragment] = (self.tokens, self.at_step)
+            self.adopted[fragment] = (self.tokens, self.at_step)
             self.progressed()
             return
         self.replica.position[fragment] = Position(header.version, round_ + 1)
         self._say("fragment %d round %d was %s: %s", fragment, round_, header.outcome, header.reason)
 
-    # -- the outer parameters ---------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def outer_parameters(self) -> Iterator[nn.Module]:
-        """Within it, the model computes with the outer parameters; afterwards with its own again. Collective."""
-        with self._seats.guard:
-            settle(self._model)
-            self.replica.swap()
-            try:
-                yield self._model
-            finally:
-                settle(self._model)
-                self.replica.swap()
-
-    def take_outer(self) -> None:
-        """Replaces the model's parameters by the outer ones, for good: what to save at the end. Collective."""
-        settle(self._model)
-        for seat in self._seats:
-            seat.anchors.reset()
-
-    def digests(self) -> list[str]:
-        """The digest of each fragment's anchor, as the coordinator shows it. Collective."""
-        fragments = range(len(self.replica.fragments))
-        return [show(self._seats.of(f).anchors.digest(f)[0]) for f in fragments]
-
     # -- leaving ----------------------------------------------------------------------------------------------------
-
-    def tell(self, **progress: float) -> None:
-        """Puts figures of the island into the next heartbeats, as `Heart.report` does."""
-        self._seats.report(**progress)
-
-    def report(self) -> tuple[int, int]:
-        """Puts the island's tokens and traffic into the next heartbeats. Collective.
-
-        Returns:
-            Bytes that the island's ranks have sent and received, counted at their sockets.
-        """
-        rows = self._group.numbers([self.tokens, *self._seats.traffic()])
-        tokens, up, down = (sum(row[i] for row in rows) for i in range(3))
-        self.tell(tokens=tokens, bytes_up=up, bytes_down=down)
-        return up, down
 
     def _go(self) -> None:
         """Applies what is in flight, and has the island leave, as the coordinator asks."""
-        for key in list(self._flights):
+        for key in list(self.flights):
             self._finish(key, may_go_on=False)
         hearts = [seat.heart for seat in self._seats]
         reasons = [h.directive_reason.encode() for h in hearts if h and h.directive == "leave"]

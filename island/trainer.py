@@ -52,7 +52,7 @@ class Trainer:
         every = self.island.metrics.every_steps
         evaluate = self.island.eval.every_steps
         if self.site:
-            self.site.optimizer = optimizer
+            self.site.attach(optimizer, data=lambda: self.batches.together(group).to_json())
         tokens = step = 0
         while (step := self.site.at_step if self.site else step) < steps:
             if any(row[0] for row in group.numbers([self.stop()])):

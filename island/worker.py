@@ -18,7 +18,7 @@ from diloco.errors import DilocoError, ExitCode, exit_code
 from diloco.settings import to_toml
 from island import mesh
 from island.config import PROGRESS, IslandConfig, check_code, load_island
-from island.data import check_shards, open_batches, open_data
+from island.data import Cursor, check_shards, open_batches, open_data
 from island.group import Group
 from island.link import Link
 from island.metrics import JsonLines, Metrics, Sink, Wandb
@@ -92,18 +92,20 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             None,  # the trainer has it
             island.coordinator,
             island_id=island.id,
-            run_id=island.run_id,
+            run_id=island.run_id or run.run.id,
             connect_timeout_s=island.connect_timeout_s,
             reconnect_timeout_s=island.reconnect_timeout_s,
             max_bandwidth_mbps=island.max_bandwidth_mbps,
             spool_dir=island.spool_dir or str(progress.parent / "spool"),
             tls=config.tls.files(),
+            checkpoint=config.checkpoint,
         ) as site,
         open_batches(
             text,
             run,
             config,
             step=site.at_step,
+            cursor=Cursor.from_json(site.kept("data")) if site.kept("data") else None,
             rank=engine.data_rank,
             ranks=engine.data_ranks,
             pin=device.type == "cuda",
@@ -125,6 +127,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
         )
         departure.training = True
         reason = trainer.train()
+        site.keeping.settle()
         digests = site.digests()
         up, down = site.report()
         metrics.record(

@@ -120,6 +120,7 @@ class JoinRequest(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     protocol_min: _builtins.int
     """Protocol versions the island speaks, lowest and highest."""
     protocol_max: _builtins.int
@@ -131,6 +132,8 @@ class JoinRequest(_message.Message):
     """Processes of the island."""
     layout_digest: _builtins.str
     """SHA-256 (hex) of its layout."""
+    resumes: _builtins.bool
+    """It has a checkpoint to go on with exactly: where rounds wait for it, they go on doing so."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """All tensors of its model."""
@@ -145,10 +148,11 @@ class JoinRequest(_message.Message):
         ranks: _builtins.int = ...,
         tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
         layout_digest: _builtins.str = ...,
+        resumes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["island_id", b"island_id", "layout_digest", b"layout_digest", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ranks", b"ranks", "run_id", b"run_id", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["island_id", b"island_id", "layout_digest", b"layout_digest", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ranks", b"ranks", "resumes", b"resumes", "run_id", b"run_id", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from diloco import failpoints
+from island.config_checkpoint import CheckpointConfig
 from island.session import join
 
 WIDTH = 64
@@ -27,7 +28,8 @@ def train(name: str, address: str, folder: str, options: str) -> None:
         name: the island's id; its first parameters and its data follow from it.
         address: of the coordinator.
         folder: for the result.
-        options: JSON; `step_s`, how long an inner step takes; `nan_at`, the step before which a parameter becomes NaN.
+        options: JSON; `step_s`, how long an inner step takes; `nan_at`, the step before which a parameter becomes NaN;
+            `checkpoint_every`, the steps between two checkpoints, 0 for none.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     setting = os.environ.get(failpoints.VARIABLE, "")
@@ -37,17 +39,18 @@ def train(name: str, address: str, folder: str, options: str) -> None:
     seed = sum(map(ord, name))
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    with join(model, None, address, island_id=name, connect_timeout_s=20.0, start_timeout_s=20.0) as site:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    every = given.get("checkpoint_every", 0)
+    checkpoint = CheckpointConfig(url=f"{folder}/checkpoints" if every else "", every_steps=max(1, every))
+    limits = {"connect_timeout_s": 20.0, "start_timeout_s": 20.0}
+    with join(model, optimizer, address, island_id=name, checkpoint=checkpoint, **limits) as site:
         while not site.done:
-            data = torch.Generator().manual_seed(1000 * seed + site.at_step)
-            batch = torch.randn(4, WIDTH, generator=data)
+            batch = torch.randn(4, WIDTH)
             loss = (model(batch) - batch).square().mean()
             model.zero_grad()
             loss.backward()
+            optimizer.step()
             with torch.no_grad():
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.sub_(0.1 * parameter.grad)
                 if site.at_step == given.get("nan_at"):
                     next(iter(model.parameters())).fill_(torch.nan)
             time.sleep(given.get("step_s", 0.0))
@@ -57,6 +60,7 @@ def train(name: str, address: str, folder: str, options: str) -> None:
             "versions": [position.version for position in site.replica.position],
             "epoch": site.epoch,
             "rejoins": site.rejoins,
+            "exact": site.keeping.exact,
             "rollbacks": site.rollbacks,
             "pid": os.getpid(),
         }

@@ -24,10 +24,13 @@ STEPS = {
     "fetch-receiving": (2, 12),
     "anchor-moved": (3,),
     "mixed": (3, 12),
+    "checkpoint-staged": (2,),
+    "checkpoint-written": (2,),
+    "checkpoint-complete": (1, 2),
     "leave-begun": (1,),
 }
 """At which passings of each step an island is killed, each in a run of its own."""
-USUAL = {"take-up-half:1", "push-sending:8", "push-answered:3", "anchor-moved:3"}
+USUAL = {"take-up-half:1", "push-sending:8", "push-answered:3", "anchor-moved:3", "checkpoint-written:2"}
 """What is played with every run of the tests; the others are slow."""
 CASES = [f"{step}:{passing}" for step, passings in STEPS.items() for passing in passings]
 SLACK_S = 5.0
@@ -50,7 +53,7 @@ def test_an_island_that_is_killed_at_any_step_comes_back(
     trial.coordinator()
     if number % 4 < 2:
         trial.held.add("b")  # it comes back when its lease is over; else at once
-    trial.begin(b=failpoint, step_s=0.02)
+    trial.begin(b=failpoint, step_s=0.02, checkpoint_every=5)
     trial.until(lambda: trial.killed, "island b is killed")
     if trial.held:
         trial.until(lambda: lost(trial, "b") or trial.alive["a"].code == 0, "the lease of island b runs out")

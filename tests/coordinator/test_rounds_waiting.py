@@ -241,3 +241,25 @@ def test_a_newcomer_weighs_by_the_steps_it_took() -> None:
     [verdict] = facts
     assert isinstance(verdict, Committed)
     assert verdict.shares == {"a": 0.8, "b": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("resumes", "gone", "waited"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_an_island_that_comes_back_in_time_to_go_on_where_it_stood_is_waited_for_as_before(
+    resumes: bool, gone: bool, waited: bool
+) -> None:
+    play = Play("rounds.quorum=1", islands="ab")
+    play.give("a"), play.give("b")
+    play.give("a")
+    if gone:
+        play.leave("b")
+    play.take(Joined(island="b", resumes=resumes))
+    assert play.state.rounds[0].round == (1 if waited else 2)
+    assert play.state.members["b"].standing is (Standing.ACTIVE if waited else Standing.JOINING)
+
+
+def test_a_newcomer_has_nothing_to_go_on_with() -> None:
+    play = Play("rounds.quorum=1", islands="a")
+    play.take(Joined(island="b", resumes=True))
+    assert play.state.members["b"].standing is Standing.JOINING

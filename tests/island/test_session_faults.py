@@ -298,7 +298,7 @@ def test_an_update_that_has_moved_the_anchors_already_is_not_fetched_again(
     it = begin(config(4, overlap_steps=2))
     site = it.join()
     it.train(2)
-    wait_until(lambda: site._flights[0, 0].done(), "the update is here, and not applied")
+    wait_until(lambda: site.flights[0, 0].done(), "the update is here, and not applied")
     it.expire()
     it.commit(it.visitor("quick"), 1)
     wait_until(lambda: site.heart and site.heart.fatal, "the heart has heard of it")
@@ -582,7 +582,7 @@ def test_nothing_is_decided_by_the_clock_on_the_wall() -> None:
     """It stamps what people read: metrics, events.jsonl, and what a command prints. And certificates end by it."""
     root = Path(__file__).parents[2]
     files = [path for room in ("island", "coordinator", "diloco") for path in (root / room).rglob("*.py")]
-    found = {path.name for path in files if re.search(r"time\.time\b|datetime|time_ns", path.read_text())}
+    found = {path.name for path in files if re.search(r"time\.time\b|datetime|\btime_ns", path.read_text())}
     assert found == {"metrics.py", "store.py", "cli.py", "tls.py"}
 
 
