@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from diloco.config import Positive, Seconds
-from diloco.settings import Settings
+from diloco.settings import Positive, Seconds, Settings
 
 Resume = Literal["exact", "anchor", "none"]
 
