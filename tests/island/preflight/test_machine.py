@@ -45,7 +45,7 @@ def test_what_a_rank_needs_is_counted() -> None:
     shared = memory.need(config, island(data={"batch_sequences": 4}, mesh=mesh), LAYOUT)
     assert shared.model == 1300 * 16 // 2 + 2 * (1000 + 2 * 100) + 2 * (1000 + 100) + 4 * 1000
     assert shared.activations == tokens // 4 * (2 * 3 * layer + 12 * 300)
-    assert shared.host == 2 * (1300 * 4 + 1300 * 8) + 4 * memory.PROCESS_BYTES
+    assert shared.host == 2 * 1300 * 4 + 1300 * 8 + 4 * memory.PROCESS_BYTES
 
 
 def test_codecs_optimizers_and_fragments_count() -> None:
@@ -59,7 +59,7 @@ def test_codecs_optimizers_and_fragments_count() -> None:
     assert memory.need(run(sync=cut), island(), LAYOUT).host < one.host
 
 
-MODEL = {"dim": 8, "heads": 4, "kv_heads": 4, "ffn_dim": 12, "layers": 4, "vocab_size": 300, "sequence_length": 10}
+MODEL = {"dim": 8, "heads": 4, "kv_heads": 4, "ffn_dim": 12, "layers": 4, "vocab_size": 300, "sequence_length": 12}
 
 
 def parts(mesh: dict[str, object], save: dict[str, object] | None = None, **model: object) -> memory.Need:
@@ -77,19 +77,19 @@ VALUES = 4 * LAYER + 2 * ENDS + 8
 @pytest.mark.parametrize(
     ("mesh", "save", "expected"),
     [
-        ({}, {}, 20 * (4 * 4 * WHOLE + LOGITS)),
-        ({}, {"accumulate": 2}, 10 * (4 * 4 * WHOLE + LOGITS)),
-        ({}, {"activation_checkpointing": "full"}, 20 * (4 * (4 * 8 + WHOLE) + LOGITS)),
+        ({}, {}, 24 * (4 * 4 * WHOLE + LOGITS)),
+        ({}, {"accumulate": 2}, 12 * (4 * 4 * WHOLE + LOGITS)),
+        ({}, {"activation_checkpointing": "full"}, 24 * (4 * (4 * 8 + WHOLE) + LOGITS)),
         (
             {},
             {"activation_checkpointing": "selective"},
-            20 * (4 * (4 * (8 + 8 + (8 + 16 + 8 + 24 + 8) // 2) + WHOLE) + LOGITS),
+            24 * (4 * (4 * (8 + 8 + (8 + 16 + 8 + 24 + 8) // 2) + WHOLE) + LOGITS),
         ),
-        ({"context": 2}, {}, 2 * 10 * 10 // 5 * (4 * 4 * WHOLE + LOGITS) // 2),
-        ({"tensor": 4, "sequence_parallel": True}, {}, 80 * (4 * 4 * WHOLE // 4 + LOGITS)),
-        ({"tensor": 4, "loss_parallel": True}, {}, 80 * (4 * 4 * (48 + (WHOLE - 48) // 4) + LOGITS // 4)),
-        ({"pipeline": 2}, {}, 20 * (2 * 4 * 2 * WHOLE + LOGITS)),
-        ({"pipeline": 2, "microbatches": 4, "pipeline_schedule": "gpipe"}, {}, 10 * (4 * 4 * 2 * WHOLE + 24 * 300)),
+        ({"context": 2}, {}, 24 * (4 * 4 * WHOLE + LOGITS)),
+        ({"tensor": 4, "sequence_parallel": True}, {}, 96 * (4 * 4 * WHOLE // 4 + LOGITS)),
+        ({"tensor": 4, "loss_parallel": True}, {}, 96 * (4 * 4 * (48 + (WHOLE - 48) // 4) + LOGITS // 4)),
+        ({"pipeline": 2}, {}, 24 * (2 * 4 * 2 * WHOLE + LOGITS)),
+        ({"pipeline": 2, "microbatches": 4, "pipeline_schedule": "gpipe"}, {}, 12 * (4 * 4 * 2 * WHOLE + 24 * 300)),
     ],
 )
 def test_activations_are_shared_out_and_saved(mesh: dict[str, object], save: dict[str, object], expected: int) -> None:
@@ -116,7 +116,7 @@ def test_experts_count_with_those_that_a_token_meets() -> None:
     experts: dict[str, object] = {"experts": 4, "expert_dim": 6, "experts_per_token": 2, "shared_experts": 1}
     mixed = WHOLE - 4 * 12 + 2 * (3 * 8 + 4 * 6) + 4 * 6
     whole, shared = parts({}, **experts), parts({"expert": 4}, **experts)
-    assert whole.activations == shared.activations == 20 * (4 * 4 * mixed + LOGITS)
+    assert whole.activations == shared.activations == 24 * (4 * 4 * mixed + LOGITS)
     gathered, sent = 3 * 3 * 8 * 6 * 2, 3 * 3 * 8 * 6
     assert whole.model - shared.model == 4 * (gathered + sent), "a rank gathers its own experts alone"
 
@@ -132,7 +132,7 @@ def test_a_model_of_others_is_counted_by_its_matrices() -> None:
 
 def test_the_fewest_nodes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = island(
-        data={"batch_sequences": 8}, mesh={"ranks": 4}, nodes={"least": 1, "most": 4, "rendezvous": "h:1"}
+        data={"batch_sequences": 12}, mesh={"ranks": 4}, nodes={"least": 1, "most": 4, "rendezvous": "h:1"}
     )
     most, least = (memory.need(run(), settings, LAYOUT, nodes) for nodes in (4, 1))
     assert most.host - memory.PROCESS_BYTES == (least.host - memory.PROCESS_BYTES) // 4
@@ -237,6 +237,15 @@ def test_packages_that_settings_call_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert machine.packages(wandb, None, allowed=True).found == "wandb can be imported"
 
 
+def test_the_optimizer_can_be_imported() -> None:
+    named = run(inner={"optimizer": "torch.optim:NAdam"})
+    assert "torch.optim:NAdam" in machine.packages(island(), named, allowed=True).found
+    unknown = run(inner={"optimizer": "no_such_module:Adam"})
+    assert machine.packages(island(), unknown, allowed=False).verdict == "ok"
+    with pytest.raises(EnvironmentFault):
+        machine.packages(island(), unknown, allowed=True)
+
+
 @pytest.mark.parametrize(
     ("local", "agreed", "package", "extra"),
     [
@@ -261,8 +270,3 @@ def test_every_extra_is_known(
 def test_float8_needs_its_gpu() -> None:
     with pytest.raises(EnvironmentFault, match=r"memory\.fp8"):
         machine.devices(island(memory={"fp8": True}, mesh={"device": "cpu"}))
-    assert "torch.optim:NAdam" in machine.packages(island(), run(inner={"optimizer": "torch.optim:NAdam"})).found
-    unknown = run(inner={"optimizer": "no_such_module:Adam"})
-    assert machine.packages(island(), unknown, allowed=False).verdict == "ok"
-    with pytest.raises(EnvironmentFault):
-        machine.packages(island(), run(inner={"optimizer": "no_such_module:Adam"}), allowed=True)
