@@ -14,6 +14,7 @@ from benchmarks.certificates import Authority
 from diloco.errors import ExitCode, InputError, RunMismatch
 from diloco.layout import Layout, TensorSpec
 from diloco.settings import to_toml
+from island.config import IslandConfig
 from island.preflight import checks, finding
 from island.preflight.command import preflight
 from island.preflight.finding import bounded, ok
@@ -171,6 +172,25 @@ def test_code_that_fails_is_a_line(file: str, tmp_path: Path) -> None:
     assert "named:broken' failed with ZeroDivisionError" in rows["model"]["found"]
     _, rows = look(file, "--run", str(tmp_path / "run.toml"), *allow, "--set", "mesh.ranks=2", "--set", "mesh.tensor=2")
     assert rows["mesh"]["verdict"] == "fail" and "set mesh.tensor=1" in rows["mesh"]["found"]
+
+
+def test_code_in_the_folder_is_found_as_ranks_find_it(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lying_here.py").write_text("from tests.island.preflight.named import model\n")
+    (tmp_path / "run.toml").write_text(to_toml(configure("model.source=lying_here:model")))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    _, rows = look(file, "--run", str(tmp_path / "run.toml"), "--set", "island.code=['lying_here:*']")
+    assert "4,096 values" in rows["model"]["found"]
+
+
+def test_the_folders_that_are_named_are_looked_at() -> None:
+    settings = {"island": {"id": "a", "log_dir": "l"}, "metrics": {"dir": "m"}, "data": {"cache_dir": "c"}}
+    layout = Layout([TensorSpec("w", (100,))])
+    found = [*checks.folders(IslandConfig.model_validate(settings), layout)]
+    assert found[0] == ("island.spool_dir", "", 800)
+    assert [row[:2] for row in found[1:]] == [("island.log_dir", "l"), ("metrics.dir", "m"), ("data.cache_dir", "c")]
 
 
 def test_a_mesh_that_does_not_fit_is_a_line(file: str, tmp_path: Path) -> None:
