@@ -43,9 +43,9 @@ def save(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
         EnvironmentFault: float8 is asked for, and the GPU or torchao is not there.
     """
     if memory.fp8:
-        float8 = _float8(device)
+        convert = float8(device)
         for block in blocks(model):
-            float8(block)
+            convert(block)
     for block in blocks(model):
         forward: Callable[..., Any] = block.forward
         if memory.activation_checkpointing == "full":
@@ -78,8 +78,12 @@ def _selective() -> Any:
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
-def _float8(device: torch.device) -> Callable[[nn.Module], object]:
-    """What turns the linear layers of a block into float8 ones."""
+def float8(device: torch.device) -> Callable[[nn.Module], object]:
+    """What turns the linear layers of a block into float8 ones.
+
+    Raises:
+        EnvironmentFault: the GPU is too old, or none, or torchao is not there.
+    """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if capability < (8, 9):
         raise EnvironmentFault(

@@ -1,30 +1,22 @@
-"""The run: whether this island means the same one as its coordinator, and brings the same model and readable data."""
+"""The run: whether this island means the same one as its coordinator, allows its code, and brings the same model."""
 
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Iterator
-from pathlib import Path
-
-import torch
 
 from diloco.config import RunConfig, load_run
-from diloco.errors import ConfigError, ExitCode
+from diloco.errors import ConfigError, ExitCode, exit_code
 from diloco.fragments import partition
 from diloco.framing import PROTOCOL
 from diloco.layout import Layout, TensorSpec, named_tensors
 from diloco.settings import leaves
 from diloco.v1 import coordinator_pb2 as pb
-from island.config import IslandSection
-from island.config_data import DataConfig
-from island.data import check_vocabulary
-from island.model import Decoder
-from island.preflight.finding import Finding, fail, ok, warn
+from island.config import IslandConfig, IslandSection, check_code
+from island.model import build_meta
+from island.parallel.plan import plan
+from island.preflight.finding import ADVICE, Finding, fail, of_others, ok, warn
 
-MOST_FILES = 20_000
-"""Files of data that are looked at."""
 DIFFERENCES = 5
 
 
@@ -91,10 +83,22 @@ def _differences(own: RunConfig, other: RunConfig) -> Iterator[str]:
         yield f"and {len(apart) - DIFFERENCES} more"
 
 
+def code(config: RunConfig, island: IslandSection) -> Finding:
+    """Whether the island allows the code that the run names. Raises `ConfigError` where it does not."""
+    check_code(config, island.code)
+    names = [name for name in (config.model.source, config.inner.optimizer) if ":" in name]
+    return ok("code", f"{', '.join(names)}: allowed by island.code" if names else "the run names none")
+
+
 def model_layout(config: RunConfig) -> Layout:
-    """The layout of the run's model, as it is in the run. No memory is taken for the model."""
-    with torch.device("meta"):
-        model = Decoder(config=config.model)
+    """The layout of the run's model, as it is in the run. No memory is taken for our decoder, nor for transformers'.
+
+    Raises:
+        ConfigError: the settings make no model, or the code that they name fails.
+        EnvironmentFault: a package is missing.
+    """
+    with of_others(f"model.source='{config.model.source}'"):
+        model = build_meta(config)
     specs = (TensorSpec(name, tuple(tensor.shape), kind) for name, tensor, kind in named_tensors(model))
     return Layout(specs).under(config.sync.buffers)
 
@@ -115,33 +119,18 @@ def layout(mine: Layout, config: RunConfig, reply: pb.StatusReply | None) -> Fin
     return ok("model", found if reply.layout_digest else f"{found}; no island has joined before")
 
 
-def data(settings: DataConfig, config: RunConfig | None, bound_s: float) -> Finding:
-    """Whether the files that `data.text` names can be read. It looks at their first bytes, not at all of them."""
-    if config is not None:
-        check_vocabulary(config.model.vocab_size)
-    if not settings.text:
-        return ok("data", "none named: the sources of this Python")
-    until, count, size, cut = time.monotonic() + bound_s, 0, 0, False
-    for path in _files(settings.text):
+def mesh(island: IslandConfig, config: RunConfig) -> Finding:
+    """Whether the island's mesh fits the run's model, with every number of nodes that may train."""
+    nodes = island.nodes
+    for count in range(nodes.most, nodes.least - 1, -1):
+        part = island.of(count)
         try:
-            with path.open("rb") as file:
-                file.read(4096)
-                size += os.fstat(file.fileno()).st_size
-        except OSError as error:
-            found = f"cannot read {path} ({error.strerror})"
-            return fail("data", found, "correct data.text, or let this user read it", ExitCode.USAGE)
-        count += 1
-        if cut := count >= MOST_FILES or time.monotonic() > until:
-            break
-    if not size:
-        return fail("data", f"no bytes in {count} files", "name files or folders of text in data.text", ExitCode.USAGE)
-    found = f"{count}{' files and more' if cut else ' files'}, {size / 1e6:.1f} MB, can be read"
-    return ok("data", f"{found}; shard {settings.shard} of {settings.shards}")
-
-
-def _files(paths: tuple[str, ...]) -> Iterator[Path]:
-    for path in map(Path, paths):
-        if path.is_dir():
-            yield from (file for file in path.rglob("[!.]*") if file.is_file())
-        else:
-            yield path
+            chosen = plan(part.mesh, part.memory, config.model)
+        except ConfigError as error:
+            found = error.message if nodes.most == 1 else f"with {count} of {nodes.most} nodes, {error.message}"
+            return fail("mesh", found, ADVICE[ExitCode.USAGE], exit_code(error))
+        if count == nodes.most:
+            names = ("pipeline", "replicas", "shard", "context", "tensor", "expert")
+            sizes = [f"{name} {getattr(chosen, name)}" for name in names if getattr(chosen, name) > 1]
+            rows = island.data.batch_sequences // chosen.data_ranks
+    return ok("mesh", f"{', '.join(sizes) or 'one rank'}; a rank reads {rows} sequences a step")

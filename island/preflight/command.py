@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -39,6 +40,8 @@ def preflight(island_file: str, coordinator: str, run_file: str, overrides: tupl
     extra = (*overrides, f"island.coordinator={json.dumps(coordinator)}") if coordinator else overrides
     config = load_island(read_text(island_file), island_file, extra).value
     own = load_run(read_text(run_file), run_file).value if run_file else None
+    if not sys.flags.safe_path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # ranks are run with `python -m`, and find modules in this folder too
     findings = []
     for finding in examine(config, own):
         findings.append(finding)

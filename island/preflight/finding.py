@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco.errors import DilocoError, ExitCode, exit_code
+from diloco.errors import ConfigError, DilocoError, ExitCode, exit_code
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -76,3 +77,14 @@ def bounded(check: str, bound_s: float, work: Callable[[], Finding]) -> Finding:
     if isinstance(answer, BaseException):
         raise answer
     return answer
+
+
+@contextmanager
+def of_others(what: str) -> Iterator[None]:
+    """Within it runs code that is not ours and raises what it likes: all but typed errors become a `ConfigError`."""
+    try:
+        yield
+    except (DilocoError, OSError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what} failed with {type(error).__name__}: {error}") from error

@@ -1,7 +1,8 @@
-"""The way to the coordinator: its name, its port, a handshake, and what the line can do."""
+"""The way to the coordinator (name, port, handshake, what the line can do), and where an island's nodes meet."""
 
 from __future__ import annotations
 
+import errno
 import socket
 import statistics
 import time
@@ -70,6 +71,46 @@ def port(address: str) -> Finding:
     except OSError as error:
         found, advice = str(error), "start the coordinator, or correct its port"
     return fail("port", f"{address}: {found}", advice, ExitCode.UNREACHABLE)
+
+
+def rendezvous(address: str) -> Finding:
+    """Whether the daemons of an island can meet at `nodes.rendezvous`: one listens there, or this machine could."""
+    host, port = split(address)
+    try:
+        found = addresses(address)
+    except OSError as error:
+        return fail("nodes", f"{host} has no address here ({error})", "correct nodes.rendezvous", ExitCode.UNREACHABLE)
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_S):
+            return ok("nodes", f"the daemons' meeting at {address} takes connections")
+    except TimeoutError:
+        reason = f"no answer within {CONNECT_S:g} s"
+    except ConnectionRefusedError:
+        reason = ""
+    except OSError as error:
+        reason = str(error)
+    here = _can_listen(found[0], port)
+    if here is None:
+        return ok("nodes", f"nobody listens at {address} yet; the daemon on this machine will")
+    if here.errno != errno.EADDRNOTAVAIL:
+        advice = "choose another port in nodes.rendezvous, or end what uses it"
+        return fail("nodes", f"this machine cannot listen at {address} ({here.strerror})", advice, ExitCode.ENVIRONMENT)
+    if reason:
+        advice = "start that machine, and let this port through every firewall between the island's nodes"
+        return fail("nodes", f"{address}: {reason}", advice, ExitCode.UNREACHABLE)
+    return warn("nodes", f"nobody listens at {address} yet", f"start the daemon on {host}; the others wait for it")
+
+
+def _can_listen(address: str, port: int) -> OSError | None:
+    """Why this machine cannot listen at an IP address and port; None where it can."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            own.bind((address, port))
+        except OSError as error:
+            return error
+    return None
 
 
 def handshake(address: str, tls: TLS | None, link: Link, now: datetime | None = None) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from benchmarks.certificates import Authority
 from diloco.errors import ExitCode, InputError, RunMismatch
 from diloco.layout import Layout, TensorSpec
 from diloco.settings import to_toml
+from island.config import IslandConfig
 from island.preflight import checks, finding
 from island.preflight.command import preflight
 from island.preflight.finding import bounded, ok
@@ -20,8 +22,8 @@ from tests.processes import command_here, free_port
 from tests.support import configure, serving, visit
 
 CHECKS = [
-    "name", "port", "tls", "round trip", "clock", "bandwidth", "run", "model", "memory", "devices", "island.spool_dir",
-    "island.log_dir", "metrics.dir", "data", "packages",
+    "name", "port", "tls", "round trip", "clock", "run", "code", "model", "bandwidth", "mesh", "memory", "devices",
+    "island.spool_dir", "island.log_dir", "metrics.dir", "tokenizer", "data", "packages",
 ]  # fmt: skip
 
 
@@ -140,6 +142,63 @@ def test_a_line_that_cannot_be_probed_stops_nobody(file: str, tmp_path: Path, mo
     with serving(configure(), tmp_path / "state") as host:
         code, rows = look(file, "--coordinator", host.address)
     assert code == ExitCode.OK and rows["bandwidth"]["verdict"] == "warn"
+
+
+# -- code that the run names ------------------------------------------------------------------------------------------
+
+NAMED = ("model.source=tests.island.preflight.named:model", "inner.optimizer=tests.island.preflight.named:Optimizer")
+
+
+def test_code_is_called_only_where_the_island_allows_it(file: str, tmp_path: Path) -> None:
+    sys.modules.pop("tests.island.preflight.named", None)
+    with serving(configure(*NAMED), tmp_path / "state") as host:
+        code, rows = look(file, "--coordinator", host.address)
+        assert "tests.island.preflight.named" not in sys.modules
+        assert code == ExitCode.USAGE
+        assert [name for name, row in rows.items() if row["verdict"] == "fail"] == ["code"]
+        assert 'set island.code=["tests' in rows["code"]["found"] and "not called" in rows["model"]["found"]
+        assert "memory" not in rows
+        code, rows = look(file, "--coordinator", host.address, "--set", "island.code=['tests.island.*']")
+    assert code == ExitCode.OK and [*rows] == CHECKS
+    assert "allowed by island.code" in rows["code"]["found"]
+    assert "4,096 values" in rows["model"]["found"] and "named:Optimizer can be" in rows["packages"]["found"]
+
+
+def test_code_that_fails_is_a_line(file: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(to_toml(configure(NAMED[0].replace(":model", ":broken"))))
+    allow = ("--set", "island.code=['tests.island.*']")
+    _, rows = look(file, "--run", str(tmp_path / "run.toml"), *allow)
+    assert (rows["model"]["verdict"], rows["model"]["code"]) == ("fail", ExitCode.USAGE)
+    assert "named:broken' failed with ZeroDivisionError" in rows["model"]["found"]
+    _, rows = look(file, "--run", str(tmp_path / "run.toml"), *allow, "--set", "mesh.ranks=2", "--set", "mesh.tensor=2")
+    assert rows["mesh"]["verdict"] == "fail" and "set mesh.tensor=1" in rows["mesh"]["found"]
+
+
+def test_code_in_the_folder_is_found_as_ranks_find_it(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lying_here.py").write_text("from tests.island.preflight.named import model\n")
+    (tmp_path / "run.toml").write_text(to_toml(configure("model.source=lying_here:model")))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    _, rows = look(file, "--run", str(tmp_path / "run.toml"), "--set", "island.code=['lying_here:*']")
+    assert "4,096 values" in rows["model"]["found"]
+
+
+def test_the_folders_that_are_named_are_looked_at() -> None:
+    settings = {"island": {"id": "a", "log_dir": "l"}, "metrics": {"dir": "m"}, "data": {"cache_dir": "c"}}
+    layout = Layout([TensorSpec("w", (100,))])
+    found = [*checks.folders(IslandConfig.model_validate(settings), layout)]
+    assert found[0] == ("island.spool_dir", "", 800)
+    assert [row[:2] for row in found[1:]] == [("island.log_dir", "l"), ("metrics.dir", "m"), ("data.cache_dir", "c")]
+
+
+def test_a_mesh_that_does_not_fit_is_a_line(file: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(to_toml(configure()))
+    mesh = ("--set", "mesh.ranks=3", "--set", "mesh.tensor=3", "--set", "data.batch_sequences=6")
+    _, rows = look(file, "--run", str(tmp_path / "run.toml"), *mesh)
+    assert (rows["mesh"]["verdict"], rows["mesh"]["code"]) == ("fail", ExitCode.USAGE)
+    assert "mesh.tensor (3) must divide model.heads (4)" in rows["mesh"]["found"] and "memory" not in rows
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""The checks of this machine and of the run's settings, each where all is well and where it is not."""
+"""The checks of this machine, each where all is well and where it is not."""
 
 from __future__ import annotations
 
-import os
 from importlib import util
 from pathlib import Path
 
@@ -13,14 +12,10 @@ import torch.distributed as dist
 
 from diloco.codec.policy import up_choice
 from diloco.config import RunConfig
-from diloco.errors import ConfigError, EnvironmentFault, ExitCode
-from diloco.framing import PROTOCOL
+from diloco.errors import EnvironmentFault, ExitCode
 from diloco.layout import Layout, TensorSpec
-from diloco.settings import to_toml
-from diloco.v1 import coordinator_pb2 as pb
-from island.config import DataConfig, IslandConfig
+from island.config import IslandConfig
 from island.preflight import agreement, machine, memory
-from tests.support import configure
 
 
 def island(**sections: object) -> IslandConfig:
@@ -43,12 +38,13 @@ def test_what_a_rank_needs_is_counted() -> None:
     alone = memory.need(config, island(data={"batch_sequences": 4}), LAYOUT)
     tokens = 4 * config.model.sequence_length
     assert alone.model == 1300 * (4 + 4 + 8)
-    assert alone.activations == tokens * (4 * 3 * (6 * 8 + 2 * 8 + 4 * 5) + 12 * 300)
+    layer = 6 * 8 + 2 * 8 + 2 * 8 + 4 * 5
+    assert alone.activations == tokens * (4 * 3 * layer + 12 * 300)
     assert alone.host == 1300 * 4 + 1300 * 8 + memory.PROCESS_BYTES
     mesh = {"ranks": 4, "replicas": 2, "param_dtype": "bfloat16"}
     shared = memory.need(config, island(data={"batch_sequences": 4}, mesh=mesh), LAYOUT)
-    assert shared.model == 1300 * 16 // 2 + 2 * (1000 + 2 * 100)
-    assert shared.activations == tokens // 4 * (2 * 3 * (6 * 8 + 2 * 8 + 4 * 5) + 12 * 300)
+    assert shared.model == 1300 * 16 // 2 + 2 * (1000 + 2 * 100) + 2 * (1000 + 100) + 4 * 1000
+    assert shared.activations == tokens // 4 * (2 * 3 * layer + 12 * 300)
     assert shared.host == 2 * 1300 * 4 + 1300 * 8 + 4 * memory.PROCESS_BYTES
 
 
@@ -63,6 +59,90 @@ def test_codecs_optimizers_and_fragments_count() -> None:
     assert memory.need(run(sync=cut), island(), LAYOUT).host < one.host
 
 
+MODEL = {"dim": 8, "heads": 4, "kv_heads": 4, "ffn_dim": 12, "layers": 4, "vocab_size": 300, "sequence_length": 12}
+
+
+def parts(mesh: dict[str, object], save: dict[str, object] | None = None, **model: object) -> memory.Need:
+    """What four ranks with one sequence each need."""
+    config = run(model={**MODEL, **model}, sync={"buffers": "average"})
+    settings = island(data={"batch_sequences": 8}, mesh={"ranks": 4, **mesh}, memory=save or {})
+    return memory.need(config, settings, agreement.model_layout(config))
+
+
+WHOLE, LOGITS = 6 * 8 + 2 * 8 + 2 * 8 + 4 * 12, 12 * 300
+LAYER, ENDS = 4 * 64 + 3 * 8 * 12 + 2 * 8, 300 * 8
+VALUES = 4 * LAYER + 2 * ENDS + 8
+
+
+@pytest.mark.parametrize(
+    ("mesh", "save", "expected"),
+    [
+        ({}, {}, 24 * (4 * 4 * WHOLE + LOGITS)),
+        ({}, {"accumulate": 2}, 12 * (4 * 4 * WHOLE + LOGITS)),
+        ({}, {"activation_checkpointing": "full"}, 24 * (4 * (4 * 8 + WHOLE) + LOGITS)),
+        (
+            {},
+            {"activation_checkpointing": "selective"},
+            24 * (4 * (4 * (8 + 8 + (8 + 16 + 8 + 24 + 8) // 2) + WHOLE) + LOGITS),
+        ),
+        ({"context": 2}, {}, 24 * (4 * 4 * WHOLE + LOGITS)),
+        ({"tensor": 4, "sequence_parallel": True}, {}, 96 * (4 * 4 * WHOLE // 4 + LOGITS)),
+        ({"tensor": 4, "loss_parallel": True}, {}, 96 * (4 * 4 * (48 + (WHOLE - 48) // 4) + LOGITS // 4)),
+        ({"pipeline": 2}, {}, 24 * (2 * 4 * 2 * WHOLE + LOGITS)),
+        ({"pipeline": 2, "microbatches": 4, "pipeline_schedule": "gpipe"}, {}, 12 * (4 * 4 * 2 * WHOLE + 24 * 300)),
+    ],
+)
+def test_activations_are_shared_out_and_saved(mesh: dict[str, object], save: dict[str, object], expected: int) -> None:
+    assert parts(mesh, save).activations == expected
+
+
+def test_the_model_is_divided_over_the_mesh() -> None:
+    whole = VALUES * 16
+    outside, block = 2 * ENDS + 8, LAYER
+    comes = 4 * (outside + 2 * block) + 4 * (outside + block) + 4 * outside
+    assert parts({}).model == whole // 4 + comes == parts({"context": 2}).model
+    assert parts({"replicas": 2}).model == whole // 2 + comes
+    assert parts({"reshard_after_forward": "never"}).model == parts({}).model + 4 * 2 * block
+    held = 4 * block // 4 + 2 * ENDS // 4  # norms are whole on each rank
+    assert 16 * held < parts({"tensor": 4}).model < 16 * (held + 4 * 16 + 8)
+    last = 2 * LAYER + ENDS + 8
+    assert parts({"pipeline": 2}).model == 16 * last // 2 + 4 * last + 4 * last + 4 * (ENDS + 8)
+    assert parts({"pipeline": 4}).model == 16 * (LAYER + ENDS + 8), "nothing is gathered where one rank shards"
+    offloaded = parts({"cpu_offload": True})
+    assert (offloaded.model, offloaded.host) == (comes, parts({}).host + whole)
+
+
+def test_experts_count_with_those_that_a_token_meets() -> None:
+    experts: dict[str, object] = {"experts": 4, "expert_dim": 6, "experts_per_token": 2, "shared_experts": 1}
+    mixed = WHOLE - 4 * 12 + 2 * (3 * 8 + 4 * 6) + 4 * 6
+    whole, shared = parts({}, **experts), parts({"expert": 4}, **experts)
+    assert whole.activations == shared.activations == 24 * (4 * 4 * mixed + LOGITS)
+    gathered, sent = 3 * 3 * 8 * 6 * 2, 3 * 3 * 8 * 6
+    assert whole.model - shared.model == 4 * (gathered + sent), "a rank gathers its own experts alone"
+
+
+def test_a_model_of_others_is_counted_by_its_matrices() -> None:
+    config = run(model={"source": "m:f", "vocab_size": 300, "sequence_length": 10})
+    wants = memory.need(config, island(data={"batch_sequences": 4}), LAYOUT)
+    assert wants.activations == 40 * (4 * 3 * 20 + 12 * 300)
+    assert wants.host == 1300 * 4 + 1300 * 8 + memory.PROCESS_BYTES
+    many = island(data={"batch_sequences": 4}, mesh={"ranks": 4})
+    assert memory.need(config, many, LAYOUT).host == 4 * 4 * 1300 + 4 * memory.PROCESS_BYTES, "each makes it whole"
+
+
+def test_the_fewest_nodes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = island(
+        data={"batch_sequences": 12}, mesh={"ranks": 4}, nodes={"least": 1, "most": 4, "rendezvous": "h:1"}
+    )
+    most, least = (memory.need(run(), settings, LAYOUT, nodes) for nodes in (4, 1))
+    assert most.host - memory.PROCESS_BYTES == (least.host - memory.PROCESS_BYTES) // 4
+    assert most.activations == least.activations // 4
+    monkeypatch.setattr(memory, "free_ram", lambda: 10**12)
+    assert memory.memory(run(), settings, LAYOUT, []).verdict == "ok"
+    finding = memory.memory(run(), settings, LAYOUT, [2 * (most.model + most.activations)])
+    assert finding.verdict == "warn" and "with 1 of 4 nodes" in finding.found and "nodes.least" in finding.advice
+
+
 def test_what_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     wants = memory.need(run(), island(), LAYOUT)
     each = wants.model + wants.activations
@@ -73,7 +153,7 @@ def test_what_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = memory.memory(run(), island(), LAYOUT, [each - 1])
     assert (finding.verdict, finding.code) == ("fail", ExitCode.ENVIRONMENT)
     assert "GPU: about" in finding.found and "data.batch_sequences" in finding.advice
-    monkeypatch.setattr(memory, "free_ram", lambda: wants.host + each - 1)
+    monkeypatch.setattr(memory, "free_ram", lambda: wants.host + int(memory.HEAP * each) - 1)
     assert memory.memory(run(), island(), LAYOUT, []).verdict == "fail"
     assert memory.memory(run(), island(), LAYOUT, [10**12]).verdict == "warn"
 
@@ -109,13 +189,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, *, nccl: bool = True) -> N
         (8, {"device": "cpu"}, "ok", "(gloo)"),
         (1, {"ranks": 2}, "warn", "1 GPUs are not used"),
         (4, {"ranks": 2}, "ok", "2 of 4 GPUs (Tensor 9000), NCCL 2.30.1"),
+        (2, {"ranks": 4, "nodes": 2}, "ok", "2 of 2 GPUs (Tensor 9000)"),
+        (1, {"ranks": 4, "nodes": 2, "device": "cuda"}, "fail", "mesh.ranks is 4 on 2 nodes, 2 each, but there are 1"),
     ],
 )
 def test_devices(
     count: int, mesh: dict[str, object], verdict: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(monkeypatch, count)
-    settings = island(mesh=mesh)
+    nodes = mesh.pop("nodes", 1)
+    settings = island(mesh=mesh, nodes={"most": nodes, "rendezvous": "host:1"})
     finding = machine.devices(settings)
     assert finding.verdict == verdict and found in finding.found
     assert finding.code == (ExitCode.ENVIRONMENT if verdict == "fail" else ExitCode.OK)
@@ -146,94 +229,44 @@ def test_a_slow_disk_is_told() -> None:
 
 def test_packages_that_settings_call_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = island(metrics={"wandb_project": "p"})
-    assert machine.packages(island(), None).verdict == "ok"
+    assert machine.packages(island(), None, allowed=True).verdict == "ok"
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    finding = machine.packages(wandb, None)
+    finding = machine.packages(wandb, None, allowed=True)
     assert (finding.code, finding.advice) == (ExitCode.ENVIRONMENT, "pip install 'diloco[wandb]'")
     monkeypatch.setattr(machine, "find_spec", lambda name: util.find_spec("json"))
-    assert machine.packages(wandb, None).found == "wandb can be imported"
-    assert "torch.optim:NAdam" in machine.packages(island(), run(inner={"optimizer": "torch.optim:NAdam"})).found
+    assert machine.packages(wandb, None, allowed=True).found == "wandb can be imported"
+
+
+def test_the_optimizer_can_be_imported() -> None:
+    named = run(inner={"optimizer": "torch.optim:NAdam"})
+    assert "torch.optim:NAdam" in machine.packages(island(), named, allowed=True).found
+    unknown = run(inner={"optimizer": "no_such_module:Adam"})
+    assert machine.packages(island(), unknown, allowed=False).verdict == "ok"
     with pytest.raises(EnvironmentFault):
-        machine.packages(island(), run(inner={"optimizer": "no_such_module:Adam"}))
-
-
-# -- the run ----------------------------------------------------------------------------------------------------------
-
-
-def reply(**fields: object) -> pb.StatusReply:
-    state = pb.RunState(phase="running")
-    given = {"run_id": "test", "state": state, "config_toml": to_toml(configure()), "protocol": PROTOCOL, **fields}
-    return pb.StatusReply(**given)  # type: ignore[arg-type]
-
-
-def test_the_run_is_the_one_that_is_meant() -> None:
-    config, tokyo = configure(), island().island
-    finding = agreement.run(reply(), config, tokyo, configure())
-    assert finding.verdict == "ok" and finding.found.startswith("run 'test' is running")
-    for bad, found in (
-        (agreement.run(reply(protocol=PROTOCOL + 1), config, tokyo, None), f"protocol {PROTOCOL + 1}"),
-        (
-            agreement.run(reply(), config, island(island={"id": "a", "run_id": "b"}).island, None),
-            "island.run_id is 'b'",
-        ),
-        (
-            agreement.run(reply(), config, tokyo, configure("outer.lr=0.9")),
-            "outer.lr is 0.9 here and 0.7 there",
-        ),
-    ):
-        assert (bad.verdict, bad.code) == ("fail", ExitCode.REFUSED)
-        assert found in bad.found
-    many = configure(
-        "outer.lr=0.9", *(f"inner.{key}=0.5" for key in ("lr", "eps", "momentum", "weight_decay", "clip_norm"))
-    )
-    assert "and 1 more" in agreement.run(reply(), config, tokyo, many).found
+        machine.packages(island(), unknown, allowed=True)
 
 
 @pytest.mark.parametrize(
-    ("state", "verdict"), [("ACTIVE", "warn"), ("SUSPECT", "warn"), ("LOST", "ok"), ("LEFT", "ok")]
+    ("local", "agreed", "package", "extra"),
+    [
+        ({"memory": {"fp8": True}}, {}, "torchao", "fp8"),
+        ({"data": {"parquet": ["x"]}}, {}, "pyarrow", "data"),
+        ({"data": {"dataset": "x"}}, {}, "datasets", "data"),
+        ({}, {"model": {"source": "transformers", "name": "x"}}, "transformers", "hf"),
+        ({}, {"tokenizer": {"kind": "hf", "name": "x", "digest": "0" * 64}}, "tokenizers", "data"),
+    ],
 )
-def test_an_island_of_the_same_name_is_told(state: str, verdict: str) -> None:
-    there = reply(islands=[pb.IslandStatus(id="tokyo", state=state)])
-    assert agreement.run(there, configure(), island().island, None).verdict == verdict
+def test_every_extra_is_known(
+    local: dict[str, object], agreed: dict[str, object], package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(machine, "find_spec", asked.append)
+    finding = machine.packages(island(**local), run(**agreed), allowed=True)
+    assert asked == [package]
+    assert finding.verdict == "fail" and finding.advice == f"pip install 'diloco[{extra}]'"
+    assert finding.found.startswith(next(iter(machine.wanted(island(**local), run(**agreed)).values()))[0])
 
 
-def test_settings_of_a_later_version_are_not_guessed_at() -> None:
-    assert agreement.served(reply()) == configure()
-    with pytest.raises(ConfigError, match=r"does not know the run's settings .*outer\.mood.*coordinator's version"):
-        agreement.served(reply(config_toml='[run]\nid = "x"\n[outer]\nmood = 1\n'))
-
-
-def test_the_model_is_the_runs() -> None:
-    config = configure()
-    mine = agreement.model_layout(config)
-    assert agreement.layout(mine, config, reply()).found.endswith("no island has joined before")
-    assert agreement.layout(mine, config, reply(layout_digest=mine.digest)).verdict == "ok"
-    assert agreement.layout(mine, config, None).verdict == "warn"
-    finding = agreement.layout(mine, config, reply(layout_digest="ab" * 32, parameters=7))
-    assert (finding.verdict, finding.code) == ("fail", ExitCode.REFUSED)
-    assert "the run's has 7 values" in finding.found
-    with pytest.raises(ConfigError):
-        agreement.layout(mine, configure("sync.fragments=300", "sync.every_steps=300", "run.steps=3000"), reply())
-
-
-def test_data_can_be_read(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "a.txt").write_text("abc")
-    (tmp_path / "b.txt").write_text("defg")
-
-    def look(*paths: Path, **rest: object) -> tuple[str, int, str]:
-        settings = DataConfig.model_validate({"text": [str(path) for path in paths], **rest})
-        finding = agreement.data(settings, configure(), 60.0)
-        return finding.verdict, finding.code, finding.found
-
-    assert look()[0] == "ok"
-    assert look(tmp_path, shard=1, shards=3) == ("ok", 0, "2 files, 0.0 MB, can be read; shard 1 of 3")
-    assert look(tmp_path / "none.txt")[:2] == ("fail", ExitCode.USAGE)
-    assert f"cannot read {tmp_path / 'none.txt'} (No such file" in look(tmp_path / "none.txt")[2]
-    (tmp_path / "empty").mkdir()
-    assert look(tmp_path / "empty") == ("fail", ExitCode.USAGE, "no bytes in 0 files")
-    os.mkfifo(tmp_path / "deep" / "pipe")
-    assert look(tmp_path)[2].startswith("2 files, "), "what is no file is not waited for"
-    with pytest.raises(ConfigError):
-        agreement.data(DataConfig(), configure("model.vocab_size=100"), 1.0)
-    assert agreement.data(DataConfig(text=(str(tmp_path),)), None, 0.0).found.startswith("1 files and more")
+def test_float8_needs_its_gpu() -> None:
+    with pytest.raises(EnvironmentFault, match=r"memory\.fp8"):
+        machine.devices(island(memory={"fp8": True}, mesh={"device": "cpu"}))

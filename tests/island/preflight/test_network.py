@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -81,6 +82,32 @@ def test_tls_is_tried_and_a_certificate_that_ends_soon_is_told(tmp_path: Path, l
     with pytest.raises(Untrusted, match="does not speak TLS"):
         network.handshake(linked.address, tls, wrong)
     wrong.close()
+
+
+def test_the_nodes_of_an_island_can_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as meeting:
+        address = f"127.0.0.1:{meeting.getsockname()[1]}"
+        assert "takes connections" in network.rendezvous(address).found
+    assert "the daemon on this machine will" in network.rendezvous(address).found
+    none = network.rendezvous("no-such-host.invalid:1")
+    assert (none.verdict, none.code) == ("fail", ExitCode.UNREACHABLE) and "nodes.rendezvous" in none.advice
+    for error, refused, verdict, code, found in (
+        (ConnectionRefusedError(), OSError(errno.EADDRNOTAVAIL, ""), "warn", ExitCode.OK, "nobody listens"),
+        (TimeoutError(), OSError(errno.EADDRNOTAVAIL, ""), "fail", ExitCode.UNREACHABLE, "no answer within 5 s"),
+        (OSError("no route"), OSError(errno.EADDRNOTAVAIL, ""), "fail", ExitCode.UNREACHABLE, "no route"),
+        (ConnectionRefusedError(), OSError(errno.EACCES, "denied"), "fail", ExitCode.ENVIRONMENT, "(denied)"),
+    ):
+
+        def connect(*_: object, error: OSError = error, **__: object) -> None:
+            raise error
+
+        def listen(*_: object, refused: OSError = refused) -> OSError:
+            return refused
+
+        monkeypatch.setattr(socket, "create_connection", connect)
+        monkeypatch.setattr(network, "_can_listen", listen)
+        finding = network.rendezvous(address)
+        assert (finding.verdict, finding.code) == (verdict, code) and found in finding.found
 
 
 def test_a_round_trip_is_the_median_without_the_first_call() -> None:
