@@ -84,6 +84,10 @@ def folders(island: IslandConfig, layout: Layout | None) -> Iterator[tuple[str, 
     ):
         if path:
             yield setting, path, machine.LOG_BYTES
+    kept, url = island.checkpoint, island.checkpoint.url
+    if url and ("://" not in url or url.startswith("file://")):
+        state = 16 * layout.numel if layout is not None else 0  # parameters, anchors and two moments
+        yield "checkpoint.url", url.removeprefix("file://"), (kept.keep + 1) * state
 
 
 def _way(island: IslandConfig, stack: ExitStack) -> Generator[Finding, None, Link | None]:
