@@ -35,7 +35,8 @@ STEP_EDGE_S = 3
 def main(path: str) -> int:
     """Runs one rank with the settings in `path`. Returns its exit code."""
     departure = Departure()
-    config = load_island(Path(path).read_text(encoding="utf-8"), path).value.of(int(os.environ["GROUP_WORLD_SIZE"]))
+    whole = load_island(Path(path).read_text(encoding="utf-8"), path).value
+    config = whole.of(int(os.environ.get("GROUP_WORLD_SIZE", whole.nodes.most)))
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
         stream=sys.stderr,

@@ -579,11 +579,12 @@ def test_a_newcomer_says_for_how_long_it_has_trained(begin: Callable[[RunConfig]
 
 
 def test_nothing_is_decided_by_the_clock_on_the_wall() -> None:
-    """It stamps what people read: metrics, events.jsonl, and what a command prints. And certificates end by it."""
+    """It stamps what people read: metrics, events.jsonl, and what a command prints. Certificates end by it, and preflight
+    compares it with the coordinator's."""
     root = Path(__file__).parents[2]
     files = [path for room in ("island", "coordinator", "diloco") for path in (root / room).rglob("*.py")]
     found = {path.name for path in files if re.search(r"time\.time\b|datetime|\btime_ns", path.read_text())}
-    assert found == {"metrics.py", "store.py", "cli.py", "tls.py"}
+    assert found == {"metrics.py", "store.py", "cli.py", "tls.py", "desk.py", "network.py"}
 
 
 def test_the_log_of_a_session_speaks_at_warning(begin: Callable[[RunConfig], Site], caplog: Any) -> None:

@@ -50,7 +50,7 @@ def test_a_model_goes_through_a_run(source: str, tmp_path: Path) -> None:
     losses = []
     with (
         serving(config, tmp_path / "state") as served,
-        join(model, served.address, island_id="a", optimizer=optimizer) as site,
+        join(model, optimizer, served.address, island_id="a") as site,
     ):
         while not site.done:
             value = loss(model(tokens[:, :-1]), tokens[:, 1:], config.model.z_loss)

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from diloco.config import ModelConfig
 from diloco.errors import ConfigError, DilocoError, EnvironmentFault
 from diloco.layout import local, named_tensors
-from island import mesh
-from island.config import MeshConfig
+from island.config_mesh import MemoryConfig, MeshConfig
 from island.model import Decoder, allocate, blocks, build_meta, fill, loss
+from island.parallel import assemble
 from tests.island.model.shapes import MIXED, SHARED, TIED, run_of
 
 LLAMA = {
@@ -99,7 +99,7 @@ def test_a_model_without_repeated_blocks_is_one_unit() -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_sharded_model_is_the_same(config: ModelConfig) -> None:
     run = run_of(config)
-    sharded, whole = mesh.build(run, MeshConfig(), torch.device("cpu")), made(config)
+    sharded, whole = assemble(run, MeshConfig(), MemoryConfig(), torch.device("cpu")).model, made(config)
     values = {name: tensor for name, tensor, _ in named_tensors(whole)}
     assert {name for name, _, _ in named_tensors(sharded)} == set(values)
     assert all(torch.equal(local(tensor), values[name]) for name, tensor, _ in named_tensors(sharded))
