@@ -45,6 +45,8 @@ class IslandSection(Settings):
     MODULE:NAME, or patterns such as "my_models:*". Empty: none, since it would run here with this island's rights."""
     log_dir: str = ""
     """Folder of one log per rank; empty: a temporary one."""
+    leave_timeout_s: Positive = 30
+    """How long ranks may take to leave after a signal, with the last checkpoint, before they are killed."""
     max_restarts: NonNegative = 3
     """Times the ranks are started again after one of them failed, without a round completed in between. Each time the
     island rests longer before it."""

@@ -28,8 +28,6 @@ from diloco.errors import ExitCode
 from island.config import IslandConfig
 from island.restarts import FINAL, GivenUp, Restarts
 
-SHUTDOWN_S = 10
-"""How long ranks may take to leave after a signal before they are killed."""
 BARRIER_S = 60
 """How long a node whose ranks have finished waits for those of the others."""
 LINGER_S = 3.0
@@ -49,11 +47,12 @@ class Agent(LocalElasticAgent):
         spec: the ranks.
         logs: where their output goes.
         restarts: says whether ranks that failed are started again.
+        leave_s: how long ranks may take to leave before they are killed.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, restarts: Restarts) -> None:
-        super().__init__(spec, logs, exit_barrier_timeout=BARRIER_S, shutdown_timeout=SHUTDOWN_S)
-        self._restarts = restarts
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, restarts: Restarts, leave_s: int) -> None:
+        super().__init__(spec, logs, exit_barrier_timeout=BARRIER_S, shutdown_timeout=leave_s)
+        self._restarts, self._leave_s = restarts, leave_s
         self._seen: RunResult | None = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -71,7 +70,7 @@ class Agent(LocalElasticAgent):
         self._initialize_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=SHUTDOWN_S)
+        self._shutdown(timeout=self._leave_s)
 
 
 def code_of(result: RunResult) -> int:
@@ -117,7 +116,9 @@ def launch(config: IslandConfig, settings: Path, logs: Path, restarts: Restarts)
         local_addr=parameters.local_addr,
     )
     redirects = Std.ALL if config.island.log_dir else Std.NONE
-    agent = Agent(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects), restarts)
+    agent = Agent(
+        spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects), restarts, config.island.leave_timeout_s
+    )
     try:
         agent.run()
     except RendezvousClosedError:

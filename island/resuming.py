@@ -359,14 +359,17 @@ class Keeping:
         """Notes that the island contributes nothing to a round."""
         self._sent[key] = Sent(declined=reason)
 
-    def edge(self) -> None:
-        """The edge after an inner step, once all that is due is done. Collective; raises as `Checkpoints.edge`."""
+    def edge(self, *, last: bool = False) -> None:
+        """The edge after an inner step, once all that is due is done. Collective; raises as `Checkpoints.edge`.
+
+        At the `last` one, before the island leaves, a checkpoint is taken out of turn where it can be, and waited for.
+        """
         if self.checkpoints is None:
             return
         flights = self._site.flights
         self._sent = {key: sent for key, sent in self._sent.items() if key in flights}
         able = all(key in self._sent and self._sent[key].resumable for key in flights)
-        self.checkpoints.edge(self._site.at_step, self._capture, able=able, guard=self._seats.guard)
+        self.checkpoints.edge(self._site.at_step, self._capture, able=able, guard=self._seats.guard, last=last)
 
     def settle(self) -> None:
         """Waits, within its bound, for a checkpoint that is being written. Collective."""

@@ -21,7 +21,7 @@ from island.session import Session
 
 log = logging.getLogger("diloco.island")
 EVAL_BATCH = 32
-ASKED = "asked to stop"
+ASKED, FINISHED = "asked to stop", "finished"
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class Trainer:
                 self.metrics.record("data", step=step, places=str(self.batches.together(group)))
             if evaluate and step % evaluate == 0:
                 self._evaluate(step, tokens * engine.data_ranks, group)
-        return "finished"
+        return FINISHED
 
     def _finite(self, loss: float, step: int) -> bool:
         """Whether the loss is worth a record. With a site, the site has gone back to its anchors where not."""

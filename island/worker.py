@@ -25,7 +25,7 @@ from island.metrics import JsonLines, Metrics, Sink, Wandb
 from island.pace import Pace
 from island.parallel import assemble
 from island.session import join
-from island.trainer import ASKED, Trainer
+from island.trainer import ASKED, FINISHED, Trainer
 
 log = logging.getLogger("diloco.island")
 STEP_EDGE_S = 3
@@ -74,6 +74,10 @@ class Departure:
             raise SystemExit(ExitCode.OK)
         if not again:
             signal.alarm(STEP_EDGE_S)
+
+    def reached(self) -> None:
+        """The step edge has come: what is left to do may take as long as the daemon lets it."""
+        signal.alarm(0)
 
 
 def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
@@ -128,6 +132,9 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
         )
         departure.training = True
         reason = trainer.train()
+        departure.reached()
+        if reason != FINISHED:
+            site.keeping.edge(last=True)
         site.keeping.settle()
         digests = site.digests()
         up, down = site.report()

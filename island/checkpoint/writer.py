@@ -108,7 +108,7 @@ class Checkpoints:
         self.completed = self.failed = 0
         """Checkpoints of this process."""
         self._settings, self._about, self._group = settings, dict(about), group
-        self._next = -1
+        self._next = self._at = -1
         self._due = False
         self._draft: Draft | None = None
         self._last: Task | None = None
@@ -135,6 +135,7 @@ class Checkpoints:
         *,
         able: bool = True,
         guard: AbstractContextManager[object] | None = None,
+        last: bool = False,
     ) -> None:
         """The edge after an inner step: takes a checkpoint where one is due, and sees to the one under way. Collective.
 
@@ -144,16 +145,21 @@ class Checkpoints:
             able: whether it can be taken at this edge; else it is at the next one where that is so. The same on all
                 ranks.
             guard: held while what is captured is copied.
+            last: the island leaves: one is due in any case, and waited for.
 
         Raises:
             EnvironmentFault: too many have failed in a row.
         """
         self._advance()
-        self._due = self._due or step % self._settings.every_steps == 0
+        if last:
+            self.settle()
+        fresh = step != self._at
+        self._due = self._due or (fresh and (last or step % self._settings.every_steps == 0))
         if self._due and able and self._draft is None:
             self._due = False
+            self._at = step
             self._begin(step, capture, guard or nullcontext())
-            if not self._settings.asynchronous:
+            if last or not self._settings.asynchronous:
                 self.settle()
 
     def settle(self) -> None:

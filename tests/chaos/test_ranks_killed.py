@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from diloco.errors import ExitCode
 from diloco.failpoints import VARIABLE
-from tests.processes import Hand, Process, background, diloco_here
+from tests.processes import Hand, Process, background, diloco_here, wait_until
 
 RUN = """
 [sync]
@@ -81,3 +82,20 @@ def test_an_island_goes_on_with_another_number_of_ranks(tmp_path: Path, monkeypa
         assert "going on exactly from step 16" in process.output
         assert len(digests(hand)) == 2
         assert hand.standing("a")["contributions"] == 2 * STEPS // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGUSR1])
+def test_an_island_that_is_asked_to_leave_goes_on_where_it_left(tmp_path: Path, which: signal.Signals) -> None:
+    with ExitStack() as stack:
+        hand = Hand(tmp_path, stack, steps=100_000, run=RUN)
+        hand.coordinator()
+        process = start(hand, stack, 2, "checkpoint.every_steps=100000")
+        wait_until(lambda: hand.standing("a").get("step", 0) >= 10, "it trains")
+        process.signal(which)
+        assert process.wait() == ExitCode.OK, process.output
+        [end] = hand.records("a", "end")
+        process = start(hand, stack, 1, log="again")
+        wait_until(lambda: f"going on exactly from step {end['step']}" in process.output, "it goes on")
+        process.signal(which)
+        assert process.wait() == ExitCode.OK, process.output

@@ -323,6 +323,18 @@ def test_with_no_thread_of_its_own_it_is_complete_at_once(tmp_path: Path) -> Non
     assert checkpoints.find() is not None
 
 
+def test_the_last_one_is_taken_out_of_turn_and_waited_for(tmp_path: Path) -> None:
+    group = Group()
+    checkpoints = taker(str(tmp_path), group, every_steps=3)
+    for step, last in ((3, False), (3, True), (4, False), (5, True)):
+        checkpoints.edge(step, lambda: state(group, step), last=last)  # noqa: B023
+        if last:
+            assert names(str(tmp_path))[-1].endswith(f"-step-{step}")
+    assert checkpoints.completed == 2
+    checkpoints.edge(6, lambda: state(group, 6), last=True, able=False)
+    assert checkpoints.completed == 2
+
+
 # -- trouble ----------------------------------------------------------------------------------------------------------
 
 

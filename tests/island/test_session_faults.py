@@ -579,7 +579,7 @@ def test_a_newcomer_says_for_how_long_it_has_trained(begin: Callable[[RunConfig]
 
 
 def test_nothing_is_decided_by_the_clock_on_the_wall() -> None:
-    """It stamps what people read: metrics, events.jsonl, and what a command prints. Certificates end by it, and preflight
+    """It stamps what people read: metrics, events.jsonl, what a command prints. Certificates end by it, and preflight
     compares it with the coordinator's."""
     root = Path(__file__).parents[2]
     files = [path for room in ("island", "coordinator", "diloco") for path in (root / room).rglob("*.py")]
