@@ -59,6 +59,7 @@ def test_a_sync_is_measured_by_stages_and_as_a_whole(tmp_path: Path) -> None:
     assert ["held to" in record["name"] for record in held] == [True, True]
 
 
+@pytest.mark.slow
 def test_taking_part_is_measured_beside_a_bare_loop(tmp_path: Path) -> None:
     step, edge, memory = measured(tmp_path, "overhead", "--dim", "64", "--ranks", "2")
     assert (step["unit"], memory["unit"]) == ("s", "MiB")

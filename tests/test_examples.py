@@ -50,7 +50,7 @@ RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ("first", "second"),
     [
         (["plain_loop"], [*RANKS, "plain_loop"]),
-        (["hf_trainer"], [*RANKS, "hf_trainer"]),
+        pytest.param(["hf_trainer"], [*RANKS, "hf_trainer"], marks=pytest.mark.slow),
         (["lightning_module"], ["plain_loop"]),
     ],
     ids=["plain_loop-ddp", "hf_trainer-ddp", "lightning_module"],

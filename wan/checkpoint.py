@@ -62,7 +62,7 @@ def load(path: Path, *others: Path) -> Checkpoint:
         InputError: neither of the two, a state folder without a snapshot yet, or not those of all coordinators.
         DigestMismatch: damaged snapshot files.
     """
-    if (path / "diloco.json").is_file() and not others:
+    if not others and any((path / name).is_file() for name in ("diloco.json", "config.json")):
         return _load_export(path)
     snapshots = {found.config.run.coordinator_index: found for found in map(_snapshot, (path, *others))}
     first = snapshots[min(snapshots)]

@@ -96,7 +96,10 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=list(RUNS))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name == "every-layout" else ()) for name in RUNS],
+)
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A finished run: (coordinator, what each rank of each island saw)."""
     folder = tmp_path_factory.mktemp(request.param)

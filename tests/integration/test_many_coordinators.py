@@ -130,6 +130,7 @@ def test_two_coordinators_come_to_the_bits_of_one(tmp_path: Path, expected: list
         assert sorted(trial.commits(1)) == [(1, 0), (1, 1), (3, 0), (3, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["fold-computed:2", "push-recorded:5"])
 def test_one_that_is_killed_goes_on_where_it_was_and_the_other_has_gone_on_meanwhile(
     step: str, tmp_path: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -194,7 +195,7 @@ class Pair(test_faults.Island):
         return {(f, o.version): show(o.digest) for outcomes in found for (f, _), o in outcomes.items()}
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_both_ranks_join_again_where_a_lease_is_lost_at_one_coordinator(lost: int, tmp_path: Path) -> None:
     with ExitStack() as stack:
         island = Pair(tmp_path, stack)

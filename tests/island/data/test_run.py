@@ -68,6 +68,7 @@ def last(hand: Hand, island: str, kind: str) -> dict[str, Any]:
     return hand.records(island, kind)[-1]
 
 
+@pytest.mark.slow
 def test_workers_change_no_bit_of_a_run(hands: dict[str, Hand]) -> None:
     digests = {last(hand, island, "end")["digests"] for hand in hands.values() for island in WEIGHTS}
     assert len(digests) == 1
@@ -80,6 +81,7 @@ def test_workers_change_no_bit_of_a_run(hands: dict[str, Hand]) -> None:
 
 
 @pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.slow
 def test_an_island_has_read_its_shards_and_says_where_it_stands(hands: dict[str, Hand], name: str) -> None:
     for island, shards in assign(SHARDS, WEIGHTS).items():
         record = last(hands[name], island, "data")
@@ -89,6 +91,7 @@ def test_an_island_has_read_its_shards_and_says_where_it_stands(hands: dict[str,
         assert max(visits.values()) - min(visits.values()) <= 1
 
 
+@pytest.mark.slow
 def test_the_text_was_tokenised_once(hands: dict[str, Hand]) -> None:
     for hand in hands.values():
         assert [file.suffix for file in sorted(Path(hand.folder, "cache").iterdir())] == [".json", ".lock", ".tokens"]
