@@ -67,6 +67,7 @@ def test_taking_part_is_measured_beside_a_bare_loop(tmp_path: Path) -> None:
     assert edge["value"] < step["value"]
 
 
+@pytest.mark.slow
 def test_a_link_is_measured_between_two_that_know_each_other(tmp_path: Path) -> None:
     tls = Authority(tmp_path).issue("bench")
     files = ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca]

@@ -56,7 +56,9 @@ MOMENTS: dict[str, Callable[[Process, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(m, marks=pytest.mark.slow if m == "the islands are importing" else ()) for m in MOMENTS]
+)
 def test_an_interrupted_demo_ends_at_once_and_altogether(moment: str, tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("To be, or not to be, that is the question.\n" * 5000)

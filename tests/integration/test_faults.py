@@ -103,7 +103,7 @@ def island(tmp_path: Path) -> Iterator[Island]:
         yield Island(tmp_path, stack)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_both_ranks_join_again_where_the_lease_is_lost(layout: str, island: Island) -> None:
     island.launch(layout, "wait")
     island.until("at")

@@ -33,6 +33,7 @@ def at(tmp_path: Path) -> Iterator[Serving]:
         yield at
 
 
+@pytest.mark.slow
 def test_heartbeats_pass_a_line_that_is_saturated_both_ways(at: Serving, tmp_path: Path) -> None:
     with closing(Bottleneck(at.address, BYTES_PER_S)) as line, visit(line.address, "a", LAYOUT) as a:
         epoch = a.join().epoch

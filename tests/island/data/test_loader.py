@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -106,9 +107,8 @@ def test_a_shard_that_is_taken_over_goes_on_where_it_stood() -> None:
 
 
 def workers() -> set[psutil.Process]:
-    """Processes that this one has begun, but for the tracker of shared memory, which stays."""
-    children = psutil.Process().children()
-    return {child for child in children if "resource_tracker" not in " ".join(child.cmdline())}
+    """Processes that `multiprocessing` has begun in this one."""
+    return {psutil.Process(child.pid) for child in multiprocessing.active_children()}
 
 
 @pytest.fixture
