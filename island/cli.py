@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def island(island_file: str, coordinator: str, overrides: tuple[str, ...]) -> int:
     """Run one island: its ranks, its inner loop, its part in the run.
 
-    It may start before the coordinator. SIGTERM and Ctrl-C leave the run at the next step edge.
+    It may start before the coordinator. SIGTERM, SIGUSR1 and Ctrl-C leave the run at the next step edge.
     """
     from diloco.cli import read_text
     from island.config import load_island

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,6 +214,21 @@ class Hand:
         """An island's metrics of one kind."""
         rows = [json.loads(line) for line in (self.folder / "metrics" / f"{name}.jsonl").read_text().splitlines()]
         return [row for row in rows if row["kind"] == kind]
+
+
+def all_end_well(processes: Sequence[subprocess.Popen[Any]], within_s: float = RUN_S) -> None:
+    """Waits until all ranks have ended with 0, and leaves none. Fails the test as soon as one has not, or is late."""
+    try:
+        wait_until(lambda: _all_good([process.poll() for process in processes]), "all ranks have ended", within_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(timeout=10)
+
+
+def _all_good(codes: Sequence[int | None]) -> bool:
+    assert not any(codes), f"a rank failed: {codes}"
+    return None not in codes
 
 
 def wait_until(condition: Callable[[], T], what: str, timeout_s: float = RUN_S) -> T:

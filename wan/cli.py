@@ -104,7 +104,7 @@ def _leave(number: int, frame: object) -> NoReturn:
 )
 @click.option("--to", required=True, metavar="OUT", help="Folder to make.")
 def export(states: tuple[str, ...], to: str) -> None:
-    """Write the outer parameters as safetensors that transformers loads as a Llama model."""
+    """Write the outer parameters as safetensors, which transformers loads where it knows such a model."""
     from wan.checkpoint import export as write
     from wan.checkpoint import load
 

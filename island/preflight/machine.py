@@ -44,7 +44,7 @@ def devices(island: IslandConfig) -> Finding:
     if island.memory.fp8:
         float8(torch.device("cuda", 0) if uses else torch.device("cpu"))
     if not uses:
-        found = f"{here} ranks on {os.cpu_count()} CPU cores (gloo)"
+        found = f"{here} rank{'s' * (here > 1)} on {os.cpu_count()} CPU cores (gloo)"
         if mesh.device == "auto" and count:
             return warn("devices", f"{found}; {count} GPUs are not used", f"set mesh.ranks={count * nodes} to use them")
         return ok("devices", found)

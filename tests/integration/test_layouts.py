@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from diloco.config import RunConfig
 from diloco.digest import show
 from tests.integration.rank import STEPS
+from tests.processes import all_end_well
 from tests.support import Serving, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,16 +74,7 @@ def launch(
             command = [sys.executable, "-m", "tests.integration.rank", str(path)]
             processes.append(subprocess.Popen(command, cwd=ROOT, env=env))
         outs.append([out.with_suffix(f".{rank}.json") for rank in range(ranks)])
-    try:
-        deadline = time.monotonic() + BOUND_S
-        while (codes := [process.poll() for process in processes]) != [0] * len(processes):
-            assert not any(codes), f"a rank failed: {codes}"
-            assert time.monotonic() < deadline, f"the run took longer than {BOUND_S} s: {codes}"
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(timeout=10)
+    all_end_well(processes, BOUND_S)
     return [[json.loads(path.read_text()) for path in paths] for paths in outs]
 
 

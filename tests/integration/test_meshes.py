@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from diloco.config import RunConfig
 from diloco.digest import show
 from tests.integration.mesh_rank import ROWS
-from tests.processes import Hand
+from tests.processes import Hand, all_end_well
 from tests.support import Serving, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,16 +70,7 @@ def launch(host: Serving, run: RunConfig, islands: Islands, folder: Path) -> lis
             command = [sys.executable, "-m", "tests.integration.mesh_rank", str(path)]
             processes.append(subprocess.Popen(command, cwd=ROOT, env=env))
         outs.append([(folder / name).with_suffix(f".{rank}.json") for rank in range(ranks)])
-    try:
-        deadline = time.monotonic() + BOUND_S
-        while (codes := [process.poll() for process in processes]) != [0] * len(processes):
-            assert not any(codes), f"a rank failed: {codes}"
-            assert time.monotonic() < deadline, f"the run took longer than {BOUND_S} s: {codes}"
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(timeout=10)
+    all_end_well(processes, BOUND_S)
     return [[json.loads(path.read_text()) for path in paths] for paths in outs]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from island.optimizers import build
 from tests.integration.optimizer_rank import LAYOUTS, OPTIMIZERS, RANKS, STEPS
 from tests.island.test_optimizers import Mixed, inner, take_steps, values
+from tests.processes import all_end_well
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND_S = 200
@@ -27,16 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {**os.environ, "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.integration.optimizer_rank", str(path)]
     processes = [subprocess.Popen(command, cwd=ROOT, env={**env, "RANK": str(rank)}) for rank in range(RANKS)]
-    try:
-        deadline = time.monotonic() + BOUND_S
-        while (codes := [process.poll() for process in processes]) != [0] * RANKS:
-            assert not any(codes), f"a rank failed: {codes}"
-            assert time.monotonic() < deadline, f"the ranks took longer than {BOUND_S} s: {codes}"
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(timeout=10)
+    all_end_well(processes, BOUND_S)
     return path
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from island.config_mesh import MemoryConfig, MeshConfig
 from island.parallel.plan import refusals
 from tests.island.parallel.rank import STEPS, run_config
+from tests.processes import all_end_well
 
 ROOT = Path(__file__).resolve().parents[3]
 BOUND_S = 280
@@ -105,16 +105,7 @@ def launch(cases: dict[str, Case], ranks: int, folder: Path) -> list[dict[str, A
     env = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.island.parallel.rank", str(spec)]
     processes = [subprocess.Popen(command, cwd=ROOT, env={**env, "RANK": str(rank)}) for rank in range(ranks)]
-    try:
-        deadline = time.monotonic() + BOUND_S
-        while (codes := [process.poll() for process in processes]) != [0] * ranks:
-            assert not any(codes), f"a rank failed: {codes}"
-            assert time.monotonic() < deadline, f"the table took longer than {BOUND_S} s: {codes}"
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(timeout=10)
+    all_end_well(processes, BOUND_S)
     return [json.loads((folder / f"out.{rank}.json").read_text()) for rank in range(ranks)]
 
 
