@@ -39,8 +39,11 @@ with island.join(model, optimizer, address, island_id=name, scheduler=scheduler)
         site.step(tokens=len(batch), loss=loss.item())
     with site.outer_parameters(), torch.no_grad():
         held_out = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
-        print(f"{name}: step {site.at_step}, held-out loss {(model(held_out) - held_out.flip(1)).square().mean():.4f}")
-    print(f"{name}: digests {' '.join(site.digests())}")
+        loss = (model(held_out) - held_out.flip(1)).square().mean()
+    digests = " ".join(site.digests())
+    if rank == 0:
+        print(f"{name}: step {site.at_step}, held-out loss {loss:.4f}")
+        print(f"{name}: digests {digests}")
 
 if distributed:
     dist.destroy_process_group()
