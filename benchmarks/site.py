@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
@@ -17,10 +18,12 @@ from benchmarks.processes import serve
 from diloco.replica import Position, Staged
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
+from island.link import Link
 from island.session import Session, join
 
 WIDTH = 1024
 POLL_S = 0.0005
+PATIENCE_S = 60.0
 
 
 class Layer(nn.Module):
@@ -43,8 +46,8 @@ class Model(nn.Module):
 class Island:
     """What an island can be told to do."""
 
-    def __init__(self, site: Session, model: Model) -> None:
-        self._site, self._replica = site, site.replica
+    def __init__(self, site: Session, model: Model, link: Link) -> None:
+        self._site, self._replica, self._link = site, site.replica, link
         self._parameters = [parameter.detach() for parameter in model.parameters()]
         self._noise = torch.randn_like(self._parameters[0]).mul_(1e-3)
         self._warm = [torch.empty_like(parameter) for parameter in self._parameters]
@@ -80,6 +83,10 @@ class Island:
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far, counted at the sockets."""
         return self._site.report()
+
+    def snapshot(self) -> None:
+        """Has the coordinator take a snapshot, as it does while a run goes on, and give up what that holds."""
+        self._link.command(pb.CommandRequest(verb="snapshot"))
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
@@ -184,8 +191,11 @@ def main() -> None:
     torch.set_num_threads(options["threads"])
     model = Model(options["layers"], options["rows"])
     tls = TLS(**options["tls"]) if options["tls"] else None
-    with join(model, None, options["address"], island_id=options["island"], tls=tls) as site:
-        serve(Island(site, model))
+    with (
+        join(model, None, options["address"], island_id=options["island"], tls=tls) as site,
+        contextlib.closing(Link(options["address"], patience_s=PATIENCE_S, say=print, tls=tls)) as link,
+    ):
+        serve(Island(site, model, link))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,11 @@ class Bulk:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._free_bytes = sampled(lambda: run.store.files.free_bytes(run.store.root))
+        self._free_bytes = self._sampled_free()
+
+    def _sampled_free(self) -> Callable[[], int]:
+        store = self._run.store
+        return sampled(lambda: store.files.free_bytes(store.root))
 
     def methods(self) -> dict[str, Any]:
         """gRPC method handlers by name."""
@@ -128,7 +132,8 @@ class Bulk:
         run, header = self._run, push.header
         await run.uploads.supersede(push.slot)
         with run.admission.stream(header.island_id):
-            self._room(push)
+            await self._room(push)
+            await run.uploads.supersede(push.slot)  # another may have begun meanwhile
             upload, stream = run.uploads.begin(push.slot, header.total_bytes)
             try:
                 return await self._receive(push, upload, stream, messages, context)
@@ -145,20 +150,31 @@ class Bulk:
             finally:
                 run.uploads.end(upload)
 
-    def _room(self, push: _Push) -> None:
+    async def _room(self, push: _Push) -> None:
         """Raises `Overload` where the payload does not fit on the disk, and has room made for the next try."""
         run, total = self._run, push.header.total_bytes
-        begun = run.uploads.find(push.slot, total)
-        try:
+
+        def check() -> None:
+            begun = run.uploads.find(push.slot, total)
             run.admission.room(
                 0 if begun else total,
                 kept_bytes=run.store.kept_bytes + run.uploads.reserved_bytes,
                 coming_bytes=run.uploads.coming_bytes,
                 free_bytes=self._free_bytes(),
             )
+
+        try:
+            check()
         except Overload:
-            run.make_room()
-            raise
+            try:
+                if not run.store.files.spared_bytes:
+                    raise
+                await run.in_worker(run.store.files.drop_spares)
+                self._free_bytes = self._sampled_free()
+                check()
+            except Overload:
+                run.make_room()
+                raise
 
     async def _receive(
         self, push: _Push, upload: Upload, stream: Stream, messages: AsyncIterator[bytes], context: Context
@@ -169,7 +185,7 @@ class Bulk:
         if header.first_byte > have:
             raise Expired(f"{have} bytes of this push are here, not {header.first_byte}: ask Resume, and go on there")
         told, seen, scan = -PROGRESS_S, have, Scan(push.pieces, push.codecs)
-        upload.watch = None if header.seed else scan.feed  # first parameters are looked at as they are placed
+        upload.watch = None if header.seed else scan.look  # first parameters are looked at as they are placed
         async with self._flow(upload, context) as flow:
             async for message in _lively(messages):
                 await flow.add(message)
@@ -216,7 +232,7 @@ class Bulk:
         """Takes a part whose bytes are all here."""
         run, header, pieces, codecs = self._run, push.header, push.pieces, push.codecs
         place, digest = push.place, upload.digest
-        part = Part(pieces=pieces, codecs=codecs, payload=run.store.files.map(upload.path))
+        part = Part(pieces=pieces, codecs=codecs, payload=upload.payload)
         if header.seed:
             known = await run.intake.seed(*place[:4], part, digest)
             return pb.Receipt(duplicate=known)
@@ -288,11 +304,12 @@ class Bulk:
         except (DecodeError, StopAsyncIteration):
             raise Malformed("a fetch starts with a FetchRequest") from None
         header, parts = await self._found(request)
-        with self._run.admission.stream(request.island_id):
+        run = self._run
+        with run.admission.stream(request.island_id), run.store.reading(request.fragment, request.round):
             await _send(context, header.SerializeToString())
             end = min(header.total_bytes, header.first_byte + (request.length_bytes or header.total_bytes))
-            progress = self._run.progress[request.island_id]
-            window = Window(self._run.config.wire.chunk_bytes, progress.window_bytes)
+            progress = run.progress[request.island_id]
+            window = Window(run.config.wire.chunk_bytes, progress.window_bytes)
             window.begin(header.first_byte)
             async with Heard(window, messages) as heard:
                 async for message in _ahead(chunks(parts, lambda: window.chunk_bytes, header.first_byte, end)):

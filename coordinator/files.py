@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import threading
@@ -29,6 +30,9 @@ T = TypeVar("T")
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 WRITE_BYTES = 2**20
 """Bytes that are written at a time. Writes of 4 MiB or more were seen to take ten times as long."""
+SPARE_BYTES = 4 * 2**30
+"""Most that is kept in files to be written over."""
+_numbers = itertools.count()
 _START = 2
 """SYNC_FILE_RANGE_WRITE: begins, and does not wait for the end."""
 
@@ -41,6 +45,9 @@ class Files:
         self._counted: frozenset[Path] = frozenset()
         self._bytes = 0
         self._lock = threading.Lock()
+        self._spare_folder: Path | None = None
+        self._spares: dict[int, list[Path]] = {}
+        self._spared = 0
 
     # -- single operations ------------------------------------------------------------------------------------------
 
@@ -53,8 +60,8 @@ class Files:
                 file.write(flat[begin : begin + WRITE_BYTES])
 
     def create(self, path: Path, size: int) -> int:
-        """Begins a file of `size` bytes that nobody reads yet; returns its descriptor."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        """Begins a file of `size` bytes, whatever they are, that nobody reads yet; returns its descriptor."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             os.ftruncate(descriptor, size)
         except OSError:
@@ -176,6 +183,54 @@ class Files:
             with contextlib.suppress(OSError):
                 self.remove(partial)
             raise
+
+    # -- files to be written over -------------------------------------------------------------------------------------
+
+    def spare(self, folder: Path) -> None:
+        """Has `retire` keep files in a folder for `reuse`, from now on.
+
+        To write over pages that the kernel has is several times as fast as to have it find new ones, and their blocks
+        on the disk are found already.
+        """
+        self._spare_folder = folder
+
+    def retire(self, path: Path) -> None:
+        """Removes a file; or keeps it, to be written over. Whoever has it mapped may find other bytes in it then."""
+        size = path.stat().st_size if path.exists() else 0
+        with self._lock:
+            keep = self._spare_folder and size and self._spared + size <= SPARE_BYTES
+            spare = self._spare_folder / f"{next(_numbers)}" if keep and self._spare_folder else None
+        if spare is None:
+            self.unlink(path)
+            return
+        self.rename(path, spare)
+        if self._counted:
+            self._note(path, 0)
+        with self._lock:
+            self._spares.setdefault(size, []).append(spare)
+            self._spared += size
+
+    def reuse(self, path: Path, size: int) -> bool:
+        """Gives `path` a file of exactly `size` bytes, whatever they are, if one is kept; returns whether."""
+        with self._lock:
+            kept = self._spares.get(size)
+            spare = kept.pop() if kept else None
+            self._spared -= size if spare else 0
+        if spare:
+            self.rename(spare, path)
+        return spare is not None
+
+    def drop_spares(self) -> None:
+        """Removes the files that are kept to be written over."""
+        with self._lock:
+            spares, self._spares, self._spared = self._spares, {}, 0
+        for path in (path for paths in spares.values() for path in paths):
+            self.remove(path)
+
+    @property
+    def spared_bytes(self) -> int:
+        """Bytes of those files."""
+        return self._spared
 
     # -- space ------------------------------------------------------------------------------------------------------
 

@@ -83,9 +83,9 @@ class Stored:
         return Part(pieces=self.pieces, codecs=self.codecs, payload=payload, checked=self.checked)
 
     def discard(self) -> None:
-        """Removes the file. One that the disk keeps nothing speaks of any more; the next start removes it."""
+        """Gives the file up. One that the disk keeps nothing speaks of any more; the next start removes it."""
         try:
-            self.files.unlink(self.path)
+            self.files.retire(self.path)
         except OSError as error:
             log.warning("%s is left for the next start to remove: %s", self.path, error)
 

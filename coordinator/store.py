@@ -7,6 +7,7 @@ events.jsonl             every fact of the run since its beginning, for people t
 inbox/                   parts of contributions of open rounds; *.partial and *.sums are uploads under way
 updates/                 payloads of the last updates
 anchors/                 anchors that are being fetched; nothing needs them after a start
+spares/                  contributions and updates that nothing needs any more, to be written over by others
 fragments/               outer state of one fragment at one version (safetensors)
 manifest-NNNNNNNN.json   a snapshot: which fragment files, which layout, which run
 """
@@ -19,7 +20,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,8 +55,9 @@ class Store:
         self._fresh: set[Path] = set()
         """Updates that are not durable yet."""
         self._lock_fresh = threading.Lock()
+        self._readers: Counter[Path] = Counter()
         try:
-            for name in ("inbox", "updates", "anchors", "fragments"):
+            for name in ("inbox", "updates", "anchors", "spares", "fragments"):
                 (root / name).mkdir(parents=True, exist_ok=True)
             self._lock: IO[str] = (root / "lock").open("w")
         except OSError as error:
@@ -66,9 +69,15 @@ class Store:
             raise EnvironmentFault(
                 f"the state folder {root} is in use by another coordinator: stop it or name another --state"
             ) from None
-        stale = ("updates/*.partial", "fragments/*.partial", "anchors/*")  # in the inbox they are uploads that go on
+        stale = (
+            "updates/*.partial",
+            "fragments/*.partial",
+            "anchors/*",
+            "spares/*",
+        )  # in the inbox they are uploads that go on
         for path in (path for pattern in stale for path in root.glob(pattern)):
             path.unlink()
+        self.files.spare(root / "spares")
         try:
             self.ledger = Ledger(root / "ledger.sqlite")
             self._last = self._shown = self.ledger.last()
@@ -145,8 +154,8 @@ class Store:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of contributions and updates that are kept."""
-        return self.files.counted_bytes
+        """Bytes of contributions and updates that are kept, and of files to be written over."""
+        return self.files.counted_bytes + self.files.spared_bytes
 
     def recount(self) -> None:
         """Counts the bytes of contributions and updates anew."""
@@ -180,8 +189,20 @@ class Store:
         self.files.take_note(update.path)
         with self._lock_fresh:
             self._fresh.add(update.path)
-        self.files.unlink(self.update_path(fragment, round_ - UPDATES_KEPT))
+        old = self.update_path(fragment, round_ - UPDATES_KEPT)
+        (self.files.unlink if self._readers[old] else self.files.retire)(old)
         return update.path
+
+    @contextlib.contextmanager
+    def reading(self, fragment: int, round_: int) -> Iterator[None]:
+        """Nothing is written over the update of a round while the block lasts."""
+        path = self.update_path(fragment, round_)
+        self._readers[path] += 1
+        try:
+            yield
+        finally:
+            self._readers[path] -= 1
+            self._readers += Counter()  # forgets those at zero
 
     def sync_updates(self) -> None:
         """Makes the updates durable that are kept; before the manifest of a snapshot that holds their rounds."""

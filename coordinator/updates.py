@@ -37,6 +37,7 @@ class Update:
         self.path, self.partial = path, path.with_name(path.name + ".partial")
         self.version, self.reason, self.have = version, reason, 0
         self._files, self._changed, self._over = files, threading.Condition(), False
+        files.reuse(self.partial, size)
         self._descriptor = files.create(self.partial, size)
         try:
             self.payload: Tensor = files.map(self.partial)

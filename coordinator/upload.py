@@ -4,11 +4,12 @@ An upload is known by its island, fragment, round and rank, not by the epoch: an
 same bytes goes on where it stopped. Whether they are the same, the sender finds by the digest of what has come. While
 it arrives there are two files:
 
-    <name>.partial   the payload, from its first byte
+    <name>.partial   the payload, from its first byte; of its whole size from the beginning
     <name>.sums      a record for each chunk written: offset, length, and its check (`diloco/framing.py`)
 
-Nothing is synced before the end, so after a power loss both may hold anything. They are therefore read again, chunk by
-chunk, when a coordinator first needs them; what is not as recorded is cut off. Chunks that come again, as from a sender
+What is beyond the last record is whatever the file held before: it may be one that was another contribution. Nothing is
+synced before the end, so after a power loss both may hold anything. They are therefore read again, chunk by chunk, when
+a coordinator first needs them; what is not as recorded does not count. Chunks that come again, as from a sender
 that asks nothing, are passed over; at the first that differs the payload goes on from there.
 """
 
@@ -24,6 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
 
 from coordinator.files import Files
 from diloco.errors import CodecError, Overload
@@ -122,24 +126,49 @@ class Upload(Growing):
         self._disk = files
         self.path = folder / f"{slot.name}.partial"
         self._sums_path = folder / f"{slot.name}.sums"
-        super().__init__(slot, total_bytes, self.path.stat().st_size if total_bytes is None else 0)
+        super().__init__(slot, total_bytes, self._recorded() if total_bytes is None else 0)
         self._records: dict[int, tuple[int, int]] = {}
         """Length and check of the chunks that are here, by offset."""
         self._files: tuple[int, int] | None = None
+        self._reused = False
+        """Whether the disk has its blocks already."""
         self._begun = 0
         """Bytes that the kernel was told to write to the disk."""
         self.stream: Stream | None = None
         """The stream that brings it now."""
-        self.watch: Callable[[int, memoryview], None] | None = None
-        """Is given what comes, with its offset."""
+        self.watch: Callable[[Tensor, int], None] | None = None
+        """Is given the payload and how far it has come, whenever that has changed."""
+        self.payload = torch.empty(0, dtype=torch.uint8)
+        """The file as a memory map, while it is open and as far as it has come."""
+
+    def _recorded(self) -> int:
+        """Up to which byte the last record of a payload goes that an earlier coordinator began."""
+        size = self._sums_path.stat().st_size // _RECORD.size * _RECORD.size if self._sums_path.exists() else 0
+        if not size:
+            return 0
+        offset, length, _ = _RECORD.unpack(self._disk.read(self._sums_path, size - _RECORD.size)[: _RECORD.size])
+        return min(int(offset + length), self.path.stat().st_size)
+
+    @property
+    def reserved(self) -> int:
+        return self.path.stat().st_size if self.total_bytes is None else self.total_bytes
+
+    @property
+    def coming(self) -> int:
+        """Bytes that it has still to take on the disk."""
+        return 0 if self._reused or self.total_bytes is None else self.total_bytes - self.have
 
     def open(self) -> int:
         """Opens the files, reads them again if this coordinator has not written them, and returns what they have."""
         if self._files is None:
+            if not self.slot.seed and not self.path.exists():
+                self._reused = self._disk.reuse(self.path, self.total_bytes or 0)
             flags = os.O_RDWR | os.O_CREAT
             self._files = os.open(self.path, flags, 0o644), os.open(self._sums_path, flags, 0o644)
         if self._assembly is None:
             self._go_back(*self._reread(self.total_bytes or 0))
+        if not self.payload.numel():
+            self.payload = self._disk.map(self.path)
         return self.have
 
     def look(self) -> tuple[int, str]:
@@ -167,10 +196,11 @@ class Upload(Growing):
         return assembly, records
 
     def _go_back(self, assembly: Assembly, records: dict[int, tuple[int, int]]) -> None:
-        """Takes that for what has come, and cuts off the rest."""
+        """Takes that for what has come. What is there beyond it is written over."""
         assert self._files is not None
         self._assembly, self._records = assembly, records
-        os.ftruncate(self._files[0], self.have)
+        if os.fstat(self._files[0]).st_size != self.total_bytes:
+            os.ftruncate(self._files[0], self.total_bytes or 0)
         os.ftruncate(self._files[1], len(self._records) * _RECORD.size)
         self._begun = min(self._begun, self.have)
 
@@ -207,8 +237,6 @@ class Upload(Growing):
         self._disk.write_at(sums, memoryview(record), len(self._records) * _RECORD.size)
         self._records[have] = len(fresh), check
         self._assembly.took()
-        if self.watch:
-            self.watch(have, fresh)
         if self.have - self._begun >= BEGIN_BYTES or self.whole:
             self._disk.start_writing(data, self._begun, self.have - self._begun)
             self._begun = self.have
@@ -218,6 +246,8 @@ class Upload(Growing):
         for message in messages:
             self.add(message)
             failpoint("push-chunk")
+        if self.watch:
+            self.watch(self.payload, self.have)
 
     def publish(self, path: Path) -> Path:
         """Makes the bytes durable under `path`."""
@@ -228,6 +258,7 @@ class Upload(Growing):
     def close(self) -> None:
         """Closes the files; they stay."""
         files, self._files = self._files or (), None
+        self.payload = torch.empty(0, dtype=torch.uint8)
         for descriptor in files:
             os.close(descriptor)
 
@@ -278,8 +309,8 @@ class Uploads:
 
     @property
     def coming_bytes(self) -> int:
-        """What all uploads have still to bring."""
-        return sum(upload.reserved - upload.have for upload in self._uploads.values())
+        """What all uploads have still to take on the disk."""
+        return sum(upload.coming for upload in self._uploads.values())
 
     def run(self, slot: Slot, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Runs a method of an upload on the thread of its slot, after what was given to it before."""

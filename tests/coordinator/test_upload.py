@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.files import REAL
+from coordinator.files import REAL, Files
 from coordinator.upload import Slot, Upload, Uploads
 from diloco.errors import CodecError, Overload
 from diloco.framing import chunk
@@ -180,6 +180,80 @@ def test_whatever_happens_what_it_has_is_a_prefix_of_the_payload(tmp_path: Path,
     upload.check_complete()
     assert partial.read_bytes() == PAYLOAD
     upload.close()
+
+
+# -- written over others --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Files:
+    """One that keeps what is given up."""
+    disk = Files()
+    (tmp_path / "spares").mkdir()
+    disk.spare(tmp_path / "spares")
+    return disk
+
+
+def given_up(disk: Files, path: Path, size: int) -> int:
+    """Gives up a file; returns what the file system knows it by."""
+    path.write_bytes(b"\x55" * size)
+    disk.retire(path)
+    assert not path.exists()
+    return next(path.parent.glob("spares/*")).stat().st_ino
+
+
+def test_a_payload_is_written_over_one_of_its_size(disk: Files, tmp_path: Path) -> None:
+    old = given_up(disk, tmp_path / "old", len(PAYLOAD))
+    other = Upload(tmp_path, disk, SLOT._replace(rank=6), len(PAYLOAD) - 1)
+    other.open()
+    assert (other.path.stat().st_ino != old, other.coming) == (True, len(PAYLOAD) - 1)
+    other.discard()
+    upload = Upload(tmp_path, disk, SLOT, len(PAYLOAD))
+    assert (upload.open(), upload.coming, disk.spared_bytes) == (0, 0, 0)
+    for first in range(0, 1000, 250):
+        upload.add(cut(PAYLOAD, first, 250))
+    whole = upload.publish(tmp_path / "whole")
+    assert (whole.stat().st_ino, whole.read_bytes()) == (old, PAYLOAD)
+    upload.close()
+
+
+@pytest.mark.parametrize("recorded", [0, 500])
+def test_what_was_there_before_never_counts(disk: Files, tmp_path: Path, recorded: int) -> None:
+    given_up(disk, tmp_path / "old", len(PAYLOAD))
+    upload = Upload(tmp_path, disk, SLOT, len(PAYLOAD))
+    upload.open()
+    if recorded:
+        upload.add(cut(PAYLOAD, 0, recorded))
+    upload.close()
+    after = Upload(tmp_path, REAL, SLOT, None)  # of the next start
+    assert (after.have, after.reserved, after.coming) == (recorded, 1000, 0)
+    after.total_bytes = len(PAYLOAD)
+    assert after.look() == (recorded, digest(PAYLOAD[:recorded]))
+    after.open()
+    for first in range(recorded, 1000, 250):
+        after.add(cut(PAYLOAD, first, 250))
+    assert after.publish(tmp_path / "whole").read_bytes() == PAYLOAD
+    after.close()
+
+
+def test_first_parameters_are_not_written_over_contributions(disk: Files, tmp_path: Path) -> None:
+    given_up(disk, tmp_path / "old", len(PAYLOAD))
+    upload = Upload(tmp_path, disk, SLOT._replace(seed=True), len(PAYLOAD))
+    upload.open()
+    assert disk.spared_bytes == len(PAYLOAD)
+    upload.discard()
+
+
+def test_no_more_is_kept_than_may_be(disk: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.files.SPARE_BYTES", 2500)
+    for number in range(3):
+        (tmp_path / f"{number}").write_bytes(PAYLOAD)
+        disk.retire(tmp_path / f"{number}")
+    assert (disk.spared_bytes, len(list((tmp_path / "spares").iterdir()))) == (2000, 2)
+    disk.retire(tmp_path / "never")  # as one that is gone already
+    disk.drop_spares()
+    assert (disk.spared_bytes, list((tmp_path / "spares").iterdir())) == (0, [])
+    assert not disk.reuse(tmp_path / "new", len(PAYLOAD))
 
 
 # -- all of them ----------------------------------------------------------------------------------------------------
