@@ -132,7 +132,7 @@ async def serve(
 
     setting = os.environ.get(failpoints.VARIABLE, "")
     failpoints.arm(failpoints.trap(setting, lambda which: os.kill(os.getpid(), signal.Signals[which])))
-    store = Store(state)
+    store = Store(state, disk_bytes=config.limits.disk_bytes)
     try:
         run = Run(config, store, time.monotonic)
         health, gate = Health(run, time.monotonic), Gate()

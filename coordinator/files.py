@@ -45,6 +45,7 @@ class Files:
         self._counted: frozenset[Path] = frozenset()
         self._bytes = 0
         self._lock = threading.Lock()
+        self._limit_bytes = 0
         self._spare_folder: Path | None = None
         self._spares: dict[int, list[Path]] = {}
         self._spared = 0
@@ -167,6 +168,8 @@ class Files:
         """Counts the bytes of a file that has its name, where its folder is counted."""
         if path.parent in self._counted:
             self._note(path, path.stat().st_size)
+        if self._limit_bytes and self._bytes + self._spared > self._limit_bytes:
+            self.drop_spares()
 
     def unlink(self, path: Path) -> None:
         """Removes a file, if it is there."""
@@ -186,19 +189,20 @@ class Files:
 
     # -- files to be written over -------------------------------------------------------------------------------------
 
-    def spare(self, folder: Path) -> None:
-        """Has `retire` keep files in a folder for `reuse`, from now on.
+    def spare(self, folder: Path, limit_bytes: int = 0) -> None:
+        """Has `retire` keep files in a folder for `reuse`; with those that are counted no more than a limit, if any.
 
         To write over pages that the kernel has is several times as fast as to have it find new ones, and their blocks
         on the disk are found already.
         """
-        self._spare_folder = folder
+        self._spare_folder, self._limit_bytes = folder, limit_bytes
 
     def retire(self, path: Path) -> None:
         """Removes a file; or keeps it, to be written over. Whoever has it mapped may find other bytes in it then."""
         size = path.stat().st_size if path.exists() else 0
         with self._lock:
             keep = self._spare_folder and size and self._spared + size <= SPARE_BYTES
+            keep = keep and (not self._limit_bytes or self._bytes + self._spared <= self._limit_bytes)
             spare = self._spare_folder / f"{next(_numbers)}" if keep and self._spare_folder else None
         if spare is None:
             self.unlink(path)

@@ -44,12 +44,13 @@ class Store:
     Args:
         root: the folder; made where there is none.
         files: how its files are changed and read.
+        disk_bytes: most of `kept_bytes` while there are files to be written over; 0 for no such limit.
 
     Raises:
         EnvironmentFault: another coordinator uses the folder, or it cannot be written.
     """
 
-    def __init__(self, root: Path, files: Files | None = None) -> None:
+    def __init__(self, root: Path, files: Files | None = None, disk_bytes: int = 0) -> None:
         self.root = root
         self.files = files or Files()
         self._fresh: set[Path] = set()
@@ -77,7 +78,7 @@ class Store:
         )  # in the inbox they are uploads that go on
         for path in (path for pattern in stale for path in root.glob(pattern)):
             path.unlink()
-        self.files.spare(root / "spares")
+        self.files.spare(root / "spares", disk_bytes)
         try:
             self.ledger = Ledger(root / "ledger.sqlite")
             self._last = self._shown = self.ledger.last()

@@ -250,7 +250,7 @@ def serving(
     Raises:
         DilocoError: what made the run fail meanwhile.
     """
-    store = Store(folder, files)
+    store = Store(folder, files, config.limits.disk_bytes)
     try:
 
         async def begin() -> tuple[Run, Health, Gate, Any, int]:

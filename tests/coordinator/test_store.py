@@ -169,9 +169,28 @@ def test_bytes_that_are_kept_are_counted(tmp_path: Path) -> None:
     again.files.unlink(again.inbox_path("part"))
     again.files.unlink(again.inbox_path("part"))
     keep_update(again, 0, UPDATES_KEPT, torch.zeros(1, dtype=torch.uint8))
+    assert (again.kept_bytes, again.files.spared_bytes) == (16, 5)
+    again.files.drop_spares()
     assert again.kept_bytes == 11
     assert 0 < again.files.free_bytes(tmp_path) < 2**60
     again.close()
+
+
+def test_updates_are_written_over_those_that_nobody_reads(tmp_path: Path) -> None:
+    store, seven = Store(tmp_path), torch.arange(7, dtype=torch.uint8)
+    old = [keep_update(store, 0, round_, seven + round_) for round_ in range(2)]
+    numbers = [path.stat().st_ino for path in old]
+    read = store.files.map(old[0])
+    with store.reading(0, 0):
+        keep_update(store, 0, UPDATES_KEPT, seven)
+        assert store.files.spared_bytes == 0
+        keep_update(store, 0, UPDATES_KEPT + 1, seven)
+        assert store.files.spared_bytes == 7
+        again = keep_update(store, 0, UPDATES_KEPT + 2, seven + 9)
+        assert again.stat().st_ino == numbers[1]
+        assert again.read_bytes() == bytes(range(9, 16))
+        assert read.tolist() == seven.tolist()
+    store.close()
 
 
 def test_a_start_removes_what_was_half_written_but_no_upload(tmp_path: Path) -> None:
