@@ -13,12 +13,16 @@ from tests.chaos.trial import BRISK, ENDS, LEASE_S, Trial
 
 LATE = "rounds.late=discount"
 STEPS = {
+    "site-begun": (1,),
     "join-answered": (1,),
     "take-up-half": (1,),
     "ready": (1,),
+    "edge-begun": (7,),
     "stage-begun": (3,),
     "push-encoded": (3,),
+    "push-begun": (3,),
     "push-sending": (2, 8),
+    "push-sent": (3,),
     "push-answered": (3, 12),
     "outcome-asked": (4,),
     "fetch-receiving": (2, 12),
