@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -124,6 +125,7 @@ def become(kind: str, args: list[str], log: str, env: dict[str, str]) -> NoRetur
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     os.environ.update(env)
+    tempfile.tempdir = None  # it follows the environment
     if "CLOCK" in env:
         disturb_clock(float(env["CLOCK"]))
     live(partial(run, kind, args))

@@ -78,4 +78,4 @@ def fork_ranks() -> None:
         met.add(number)
         return Forked(args, env)
 
-    SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
+    SubprocessHandler._popen = popen  # type: ignore[method-assign]

@@ -14,36 +14,39 @@ from tests.chaos.nursery import Nursery
 from tests.chaos.trial import FRAGMENTS, PATIENT, ROUNDS, Trial
 
 STEPS = {
-    "site-begun": 1,
-    "join-answered": 1,
-    "take-up-half": 1,
-    "fetch-receiving": 1,
-    "ready": 1,
-    "edge-begun": 11,
-    "stage-begun": 5,
-    "push-encoded": 5,
-    "push-begun": 5,
-    "push-sending": 10,
-    "push-sent": 5,
-    "push-answered": 5,
-    "outcome-asked": 7,
-    "anchor-moved": 7,
-    "mixed": 8,
-    "checkpoint-staged": 3,
-    "checkpoint-written": 3,
-    "checkpoint-complete": 3,
-    "leave-begun": 1,
+    "site-begun": (1,),
+    "join-answered": (1,),
+    "take-up-half": (1,),
+    "ready": (1,),
+    "edge-begun": (11,),
+    "stage-begun": (5,),
+    "push-encoded": (5,),
+    "push-begun": (5,),
+    "push-sending": (10,),
+    "push-sent": (5,),
+    "push-answered": (5,),
+    "outcome-asked": (7,),
+    "fetch-receiving": (1, 20),
+    "anchor-moved": (7,),
+    "mixed": (8,),
+    "checkpoint-staged": (3,),
+    "checkpoint-written": (3,),
+    "checkpoint-complete": (3,),
+    "leave-begun": (1,),
 }
-"""At which passing of each step something is killed."""
+"""At which passings of each step something is killed, each in a run of its own: before the run begins, or once there
+are checkpoints. What is received first are anchors, and later updates."""
 FIRST = {"join-answered", "checkpoint-complete", "leave-begun"}
 """Steps of rank 0 alone; the others are those of rank 1 here."""
+BEGUN = "ready:1"
+"""Where the run may begin without the island, which has no checkpoint yet, and then does not train all of it."""
 WHOM = ("rank", "ranks", "daemon")
-CASES = [(whom, step) for step in STEPS for whom in WHOM]
+CASES = [(whom, f"{step}:{passing}") for step, passings in STEPS.items() for passing in passings for whom in WHOM]
 USUAL = {
-    ("daemon", "take-up-half"),
-    ("rank", "push-sending"),
-    ("daemon", "anchor-moved"),
-    ("ranks", "checkpoint-written"),
+    ("daemon", "fetch-receiving:1"),
+    ("rank", "push-sending:10"),
+    ("daemon", "anchor-moved:7"),
+    ("ranks", "checkpoint-written:3"),
 }
 """What is played with every run of the tests; the others are slow."""
 
@@ -80,14 +83,14 @@ def end(trial: Trial) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("whom", "step"),
+    ("whom", "failpoint"),
     [pytest.param(*case, marks=[] if case in USUAL else pytest.mark.slow, id="-".join(case)) for case in CASES],
 )
 def test_an_island_whose_processes_are_killed_at_any_step_returns_with_the_same_bits(
-    nursery: Nursery, tmp_path: Path, stack: ExitStack, undisturbed: list[str], whom: str, step: str
+    nursery: Nursery, tmp_path: Path, stack: ExitStack, undisturbed: list[str], whom: str, failpoint: str
 ) -> None:
     trial = Trial(nursery, tmp_path, stack, *PATIENT)
-    begin(trial, f"{step}:{STEPS[step]}:stop", 0 if step in FIRST else 1)
+    begin(trial, f"{failpoint}:stop", rank=0 if failpoint.partition(":")[0] in FIRST else 1)
     daemon = psutil.Process(trial.alive["b"].pid)
     trial.until(lambda: stopped(daemon), "a rank stands at the step")
     ranks = daemon.children()
@@ -97,7 +100,8 @@ def test_an_island_whose_processes_are_killed_at_any_step_returns_with_the_same_
     digests = end(trial)
     assert [name for name, _ in trial.killed] == ["b"] * (whom == "daemon")
     trial.until(lambda: not any(map(alive, ranks)), "the ranks of the first life have ended")
-    assert digests == undisturbed
+    assert digests == undisturbed or failpoint == BEGUN
+    assert not [*tmp_path.glob("diloco-island-*")], "a daemon has left its folder behind"
 
 
 def stopped(daemon: psutil.Process) -> list[psutil.Process]:

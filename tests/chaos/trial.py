@@ -118,7 +118,7 @@ class Trial:
     def daemon(self, name: str, failpoint: str = "", rank: int = 0) -> Child:
         """Starts an island with a daemon and two ranks. The failpoint is for the first life of one of these."""
         args = ["island", f"{self.folder}/island.toml", "--coordinator", self.address, "--set", f"island.id={name}"]
-        return self._start(name, "daemon", args, failpoint, {WHICH: str(rank)})
+        return self._start(name, "daemon", args, failpoint, {WHICH: str(rank), "TMPDIR": str(self.folder)})
 
     def _start(self, name: str, kind: str, args: list[str], failpoint: str, env: dict[str, str]) -> Child:
         if name == "coordinator":
