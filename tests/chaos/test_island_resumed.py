@@ -34,7 +34,7 @@ STEPS = {
 BEFORE = {"site-begun", "join-answered", "take-up-half", "ready", "leave-begun"}
 """Steps that are before the first checkpoint, or after the last round."""
 CASES = [f"{step}:{passing}" for step, passing in STEPS.items()]
-USUAL = {("bf16", "push-answered:6"), ("int4", "anchor-moved:7"), ("sparse", "checkpoint-complete:3")}
+USUAL = {("int4", "anchor-moved:7"), ("sparse", "checkpoint-complete:3")}
 """What is played with every run of the tests; the others are slow."""
 
 
