@@ -42,12 +42,16 @@ COORDINATOR = {
 """What has happened at each step of the coordinator."""
 
 ISLAND = {
+    "site-begun": "a rank has its model; the coordinator has not heard of it",
     "join-answered": "the answer to a join is here",
     "take-up-half": "one fragment's anchors are the run's; the next one's are not",
     "ready": "all anchors are the run's; the coordinator has not heard",
+    "edge-begun": "an inner step is taken; nothing of its edge is done",
     "stage-begun": "a contribution is due",
     "push-encoded": "a contribution is encoded; nothing of it is sent",
+    "push-begun": "the header of a contribution is handed to the line",
     "push-sending": "a chunk of a contribution is handed to the line",
+    "push-sent": "all of a contribution is handed to the line; there is no receipt",
     "push-answered": "the receipt is here",
     "outcome-asked": "the island is about to ask how a round ended",
     "fetch-receiving": "a chunk of an update or of an anchor is here",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -24,6 +28,11 @@ ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 ASK_S = 10.0
 """How long to look for a coordinator that may say that the run is over."""
+
+FOLDER = "diloco-island-"
+"""How the names of the daemons' temporary folders begin."""
+LOCK = "lock"
+"""A file that a daemon holds a lock on for as long as it lives."""
 
 log = logging.getLogger("diloco.island")
 
@@ -43,21 +52,45 @@ def run(config: IslandConfig) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting ranks leave their core to others
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with (
-        tempfile.TemporaryDirectory(prefix="diloco-island-") as folder,
+        own_folder() as folder,
         Notices(config.preemption, lambda: os.kill(os.getpid(), signal.SIGTERM)),
     ):
-        settings = Path(folder) / "island.toml"
+        settings = folder / "island.toml"
         settings.write_text(to_toml(config), encoding="utf-8")
         progress = settings.with_name(PROGRESS)
         restarts = Restarts(island.id, island.max_restarts, progress, island.log_dir, time.sleep)
         for which in ASKED:
             signal.signal(which, _asked)
         try:
-            return keep_running(config, settings, Path(island.log_dir or folder), restarts)
+            return keep_running(config, settings, Path(island.log_dir) if island.log_dir else folder, restarts)
         except SignalException as received:
             return ExitCode.INTERRUPTED if received.sigval is signal.SIGINT else ExitCode.OK
         except GivenUp as given_up:
             return given_up.code
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A temporary folder for as long as the context lasts, without those that killed daemons have left behind."""
+    for left in Path(tempfile.gettempdir()).glob(FOLDER + "*"):
+        if abandoned(left):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as name:
+        folder = Path(name)
+        with folder.joinpath(LOCK + ".new").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            Path(lock.name).rename(folder / LOCK)  # whoever finds it finds it held
+            yield folder
+
+
+def abandoned(folder: Path) -> bool:
+    """Whether the daemon of a temporary folder is known to be gone."""
+    try:
+        with folder.joinpath(LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except OSError:  # held; not there yet; another user's
+        return False
 
 
 def _asked(number: int, frame: FrameType | None) -> NoReturn:

@@ -282,6 +282,7 @@ class Link:
 
         def messages() -> Iterator[bytes]:
             yield header.SerializeToString()
+            failpoint("push-begun")
             for message in body:
                 self._up.take(len(message))
                 count = max(0, len(message) - FRAME_BYTES)
@@ -294,6 +295,7 @@ class Link:
                 pace.hand(count)
                 yield message
                 failpoint("push-sending")
+            failpoint("push-sent")
 
         call: Any = self._push(_noting(messages(), failure))
         receipt = None

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import traceback
 
 from diloco.errors import ExitCode
-
-_PR_SET_PDEATHSIG = 1
+from island.ties import tie
 
 
 def main() -> int:
     """Runs the rank whose settings file is the first argument. Returns its exit code."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ["DILOCO_DAEMON_PID"]):
-        return 0  # the daemon ended before this rank began
+    tie(int(os.environ["DILOCO_DAEMON_PID"]))
     from island.worker import main as work
 
     try:

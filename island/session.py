@@ -108,6 +108,7 @@ def join(
         DigestMismatch: the run's parameters do not arrive as the coordinator has them.
     """
     check(model, several(optimizer))
+    failpoint("site-begun")
     follow = Following(several(scheduler))
     group = Group()
     island_id = island_id or name_here(group)
@@ -317,6 +318,7 @@ class Session(Site):
         """
         if self.leaving:
             return
+        failpoint("edge-begun")
         self.at_step += 1
         self.tokens += int(self._group.rank == 0) if tokens is None else tokens
         self.tell(step=self.at_step)

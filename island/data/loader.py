@@ -18,6 +18,7 @@ from island.data.cursor import Cursor, Place, merge
 from island.data.packing import Indices, Packed, split
 from island.data.streams import Stream, StreamRows
 from island.group import Group
+from island.ties import tie_worker
 
 Batch = tuple[Tensor, Tensor]
 
@@ -81,6 +82,7 @@ class Batches:
             else None,  # a fork would copy the threads' locks, not the threads
             generator=torch.Generator(),  # the loader draws from it, and leaves torch's own alone
             pin_memory=pin,
+            worker_init_fn=tie_worker,
         )
 
     def next(self) -> Batch:

@@ -13,10 +13,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,7 +43,10 @@ class Nursery:
         )
 
     def start(self, kind: str, args: list[str], log: Path, env: Mapping[str, str]) -> Child:
-        """Starts `diloco ARGS` ("diloco") or a scripted island ("island"); its output is added to `log`."""
+        """Starts `diloco ARGS` ("diloco", or "daemon" whose ranks begin at once too) or a scripted island ("island").
+
+        Its output is added to `log`.
+        """
         return Child(self, int(self.ask(kind=kind, args=args, log=str(log), env=dict(env))), log)
 
     def ask(self, **request: Any) -> Any:
@@ -120,11 +125,17 @@ def become(kind: str, args: list[str], log: str, env: dict[str, str]) -> NoRetur
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     os.environ.update(env)
+    tempfile.tempdir = None  # it follows the environment
     if "CLOCK" in env:
         disturb_clock(float(env["CLOCK"]))
+    live(partial(run, kind, args))
+
+
+def live(work: Callable[[], int]) -> NoReturn:
+    """Does the work of a process, and ends it with the exit code of that."""
     code: Any = 1
     try:
-        code = run(kind, args)
+        code = work()
     except SystemExit as end:
         code = end.code or 0
     except BaseException:
@@ -139,7 +150,11 @@ def become(kind: str, args: list[str], log: str, env: dict[str, str]) -> NoRetur
 
 def run(kind: str, args: list[str]) -> int:
     """Runs what the process is to run. Returns its exit code, or raises `SystemExit` with it."""
-    if kind == "diloco":
+    if kind == "daemon":
+        from tests.chaos.ranks import fork_ranks
+
+        fork_ranks()
+    if kind in ("diloco", "daemon"):
         from diloco.__main__ import main
 
         sys.argv[:] = ["diloco", *args]
@@ -169,7 +184,17 @@ def disturb_clock(by_s: float) -> None:
 
 def preload() -> None:
     """Imports what the processes need."""
-    for name in ("coordinator.cli", "coordinator.run", "coordinator.service", "diloco.cli", "tests.chaos.site"):
+    for name in (
+        "coordinator.cli",
+        "coordinator.run",
+        "coordinator.service",
+        "diloco.cli",
+        "island.cli",
+        "island.daemon",
+        "island.worker",
+        "tests.chaos.ranks",
+        "tests.chaos.site",
+    ):
         importlib.import_module(name)
 
 

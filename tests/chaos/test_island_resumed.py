@@ -15,9 +15,12 @@ EVERY = 3
 """Steps between two checkpoints; rounds are sent and applied at other steps, and some at the same."""
 WIRES = {"bf16": (), "int4": ("wire.up=int4", "wire.down=int8"), "sparse": ("wire.up=topk-64", "wire.down=int4")}
 STEPS = {
+    "edge-begun": 11,
     "stage-begun": 5,
     "push-encoded": 5,
+    "push-begun": 5,
     "push-sending": 20,
+    "push-sent": 5,
     "push-answered": 6,
     "outcome-asked": 7,
     "fetch-receiving": 18,
@@ -28,10 +31,10 @@ STEPS = {
     "checkpoint-complete": 3,
 }
 """At which passing of each step it is killed; by then there are checkpoints, or one is about to be."""
-BEFORE = {"join-answered", "take-up-half", "ready", "leave-begun"}
+BEFORE = {"site-begun", "join-answered", "take-up-half", "ready", "leave-begun"}
 """Steps that are before the first checkpoint, or after the last round."""
 CASES = [f"{step}:{passing}" for step, passing in STEPS.items()]
-USUAL = {("bf16", "push-answered:6"), ("int4", "anchor-moved:7"), ("sparse", "checkpoint-complete:3")}
+USUAL = {("int4", "anchor-moved:7"), ("sparse", "checkpoint-complete:3")}
 """What is played with every run of the tests; the others are slow."""
 
 

@@ -38,7 +38,26 @@ down = "bf16"
 chunk_bytes = 4096
 [snapshot]
 keep = 3
+[model]
+dim = 16
+layers = 2
+ffn_dim = 32
+sequence_length = 16
 """
+SITE = """
+[island]
+max_restarts = 2
+[mesh]
+ranks = 2
+[data]
+text = ["{folder}/text.txt"]
+[metrics]
+dir = "{folder}/metrics"
+[checkpoint]
+url = "{folder}/checkpoints"
+every_steps = 3
+"""
+"""The settings of an island with a daemon, whose model is the run's."""
 PATIENT = (
     "rounds.lease_s=60",
     "rounds.grace_s=60",
@@ -50,6 +69,8 @@ PATIENT = (
 BRISK = (f"rounds.lease_s={LEASE_S}", "rounds.grace_s=20", "rounds.deadline_s=25", "rounds.start_islands=2")
 """Leases end soon, and rounds go on with whoever is left."""
 ENDS = ("committed", "skipped", "aborted")
+WHICH = "CHAOS_RANK"
+"""Names the one rank of a daemon that a failpoint is for."""
 
 
 class Trial:
@@ -67,6 +88,8 @@ class Trial:
         self._nursery, self._stack, self._overrides = nursery, stack, overrides
         folder.mkdir(exist_ok=True)
         (folder / "run.toml").write_text(RUN)
+        (folder / "island.toml").write_text(SITE.format(folder=folder))
+        (folder / "text.txt").write_text("To be, or not to be, that is the question.\n" * 200)
         self.address = f"127.0.0.1:{free_port()}"
         self.alive: dict[str, Child] = {}
         self.killed: list[tuple[str, float]] = []
@@ -83,30 +106,34 @@ class Trial:
         """Starts the coordinator."""
         command = ["coordinator", f"{self.folder}/run.toml", "--state", str(self.state), "--listen", self.address]
         sets = [part for setting in self._overrides for part in ("--set", setting)]
-        return self._start("coordinator", "diloco", [*command, *sets, "--threads", "1"], failpoint, clock_s)
+        return self._start("coordinator", "diloco", [*command, *sets, "--threads", "1"], failpoint, _clock(clock_s))
 
     def island(
         self, name: str, failpoint: str = "", *, address: str = "", clock_s: float = 0.0, **options: Any
     ) -> Child:
         """Starts an island."""
         args = [name, address or self.address, str(self.folder), json.dumps(options)]
-        return self._start(name, "island", args, failpoint, clock_s)
+        return self._start(name, "island", args, failpoint, _clock(clock_s))
 
-    def _start(self, name: str, kind: str, args: list[str], failpoint: str, clock_s: float) -> Child:
+    def daemon(self, name: str, failpoint: str = "", rank: int = 0) -> Child:
+        """Starts an island with a daemon and two ranks. The failpoint is for the first life of one of these."""
+        args = ["island", f"{self.folder}/island.toml", "--coordinator", self.address, "--set", f"island.id={name}"]
+        return self._start(name, "daemon", args, failpoint, {WHICH: str(rank), "TMPDIR": str(self.folder)})
+
+    def _start(self, name: str, kind: str, args: list[str], failpoint: str, env: dict[str, str]) -> Child:
         if name == "coordinator":
             (self.state / "address").unlink(missing_ok=True)
-        env = {VARIABLE: failpoint} | ({"CLOCK": str(clock_s)} if clock_s else {})
-        child = self._nursery.start(kind, args, self.folder / f"{name}.log", env)
+        child = self._nursery.start(kind, args, self.folder / f"{name}.log", {VARIABLE: failpoint, **env})
         self._stack.callback(child.end)
-        self.alive[name], self._starts[name] = child, (kind, args, clock_s)
+        self.alive[name], self._starts[name] = child, (kind, args, env)
         return child
 
     def again(self, name: str) -> Child:
         """Starts a process again as it was, with the next of its failpoints."""
         self.held.discard(name)
-        kind, args, clock_s = self._starts[name]
+        kind, args, env = self._starts[name]
         later = self.lives.get(name)
-        return self._start(name, kind, args, later.pop(0) if later else "", clock_s)
+        return self._start(name, kind, args, later.pop(0) if later else "", env)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Waits until something holds; whoever is killed meanwhile is started again, unless it is held."""
@@ -158,8 +185,12 @@ class Trial:
 
     def result(self, name: str) -> dict[str, Any]:
         """How an island says that it went."""
-        found: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())
-        return found
+        path = self.folder / "metrics" / f"{name}.jsonl"
+        if not path.exists():
+            found: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())
+            return found
+        end = [row for row in map(json.loads, path.read_text().splitlines()) if row["kind"] == "end"][-1]
+        return {"digests": end["digests"].split(), "versions": [int(version) for version in end["versions"].split()]}
 
     def digests(self) -> list[str]:
         """The digest of each fragment at the coordinator; both islands have the same."""
@@ -204,8 +235,12 @@ class Trial:
         names = [path.name for path in (self.state / "inbox").iterdir()]
         assert not [name for name in names if name.endswith((".partial", ".sums"))]
         into = {(r["fragment"], r["round"], r["entry"]["island"]): r["into"] for r in self.rows("carried")}
-        parts = [(int(f[1:]), int(r[1:]), island) for f, r, island in (name.split("-")[:3] for name in names)]
-        folded_in = [(part[0], into.get(part, part[1])) for part in parts]
+        parts = [(int(f[1:]), int(r[1:]), island, rank) for f, r, island, _, rank, *_ in (n.split("-") for n in names)]
+        folded_in = [(part[0], into.get(part[:3], part[1])) for part in parts]
         window = oldest.config.rounds.late_window
         assert all(round_ >= oldest.rounds[fragment] - window for fragment, round_ in folded_in), names
         assert max(Counter(parts).values(), default=1) == 1, names
+
+
+def _clock(by_s: float) -> dict[str, str]:
+    return {"CLOCK": str(by_s)} if by_s else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from diloco.errors import ExitCode
 from island import daemon, elastic
 from island.config import IslandConfig, load_island
+from island.daemon import FOLDER, LOCK
 from island.restarts import GivenUp, Restarts
 from tests.processes import free_port
 
@@ -97,6 +99,21 @@ def test_a_notice_has_the_island_leave(run: Callable[..., int], tmp_path: Path) 
 
     settings = f'[preemption]\nsource = "file:{notice}"\nevery_s = 0.01\n'
     assert run(wait, settings=settings) == ExitCode.OK
+
+
+def test_a_daemon_removes_what_killed_ones_have_left_behind_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, beginning, others = (tmp_path / name for name in (f"{FOLDER}killed", f"{FOLDER}beginning", "others"))
+    for folder in (killed, beginning, others):
+        folder.mkdir()
+    for folder in (killed, others):
+        (folder / LOCK).touch()
+    with daemon.own_folder() as first:
+        with daemon.own_folder() as second:
+            assert {*tmp_path.iterdir()} == {first, second, beginning, others}
+        assert {*tmp_path.iterdir()} == {first, beginning, others}
 
 
 def test_a_lost_rendezvous_is_looked_for_again(run: Callable[..., int]) -> None:
