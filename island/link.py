@@ -51,6 +51,7 @@ from island.sockets import SocketCounter, Traffic
 from island.spool import Spool
 from island.throttle import Throttle
 from island.tls import channel, short, unreachable
+from island.turns import Turns
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -123,6 +124,7 @@ class Link:
         """For payloads; whoever has one of a fetch may give it back."""
         self._window_bytes = FIRST_BYTES
         """What the last push had under way: the next one begins with it."""
+        self._turns = Turns()
         self._up, self._down = Throttle(bytes_per_s), Throttle(bytes_per_s)
         self._counter = SocketCounter(int(port))
         self._push = self._bulk.stream_stream(f"/{SERVICE}/Push", None, pb.PushReply.FromString)
@@ -284,6 +286,7 @@ class Link:
             yield header.SerializeToString()
             failpoint("push-begun")
             for message in body:
+                wait()
                 self._up.take(len(message))
                 count = max(0, len(message) - FRAME_BYTES)
                 with changed:
@@ -295,18 +298,20 @@ class Link:
                 pace.hand(count)
                 yield message
                 failpoint("push-sending")
+            done()
             failpoint("push-sent")
 
-        call: Any = self._push(_noting(messages(), failure))
         receipt = None
         try:
-            with self._watched(call, pace):
-                for reply in call:
-                    with changed:
-                        window.heard(reply.have_bytes, reply.window_bytes, time.monotonic())
-                        changed.notify()
-                    pace.move(reply.have_bytes)
-                    receipt = reply.receipt if reply.HasField("receipt") else None
+            with self._turns.stream() as (wait, done):
+                call: Any = self._push(_noting(messages(), failure))
+                with self._watched(call, pace):
+                    for reply in call:
+                        with changed:
+                            window.heard(reply.have_bytes, reply.window_bytes, time.monotonic())
+                            changed.notify()
+                        pace.move(reply.have_bytes)
+                        receipt = reply.receipt if reply.HasField("receipt") else None
         except grpc.RpcError as error:
             raise (failure[0] if failure else self._translated(error, pace)) from error
         finally:
