@@ -60,6 +60,12 @@ def test_two_ranks_and_one_end_with_the_same_bits(tmp_path: Path, kind: str) -> 
     assert [(rank["step"], rank["tokens"]) for rank in seen] == [(STEPS, STEPS), (STEPS, 0)], "a step counts once"
 
 
+def test_anchors_are_on_the_cpu_or_the_device() -> None:
+    net = model()
+    with pytest.raises(InputError, match=r"anchors='gpu' is no place for them: say 'cpu' or 'device'"):
+        island.join(net, None, "127.0.0.1:1", anchors="gpu")  # type: ignore[arg-type]
+
+
 def test_an_island_that_names_nothing_has_its_hosts_name_and_weighs_by_steps(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
