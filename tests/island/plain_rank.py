@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import island
+from island.config_mesh import AnchorPolicy
 from tests.island.test_library import BATCH, WIDTH, model
 
 
@@ -34,7 +35,7 @@ def main(address: str, kind: str, out: str) -> None:
         net = cast(nn.Module, torch.compile(net, backend="eager"))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(0 if kind == "no-cpu" else dist.get_rank())
-    anchors = "device" if "device" in kind else "cpu"
+    anchors: AnchorPolicy = "device" if "device" in kind else "cpu"
     with island.join(net, optimizer, address, island_id="ranks", anchors=anchors) as site:
         while not site.done:
             batch = torch.randn(BATCH, WIDTH, generator=generator)
