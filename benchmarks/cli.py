@@ -16,6 +16,7 @@ from diloco.errors import InputError
 if TYPE_CHECKING:
     from benchmarks.record import Record
     from diloco.tls import TLS
+    from island.config_mesh import AnchorPolicy
 
 Say = Callable[[str], None]
 Records = Iterable["Record"]
@@ -220,12 +221,15 @@ def _islands(parameters: int) -> Iterator[Record]:
 @click.option(
     "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Of the island; 2 or more are FSDP."
 )
+@click.option(
+    "--anchors", type=click.Choice(["cpu", "device"]), default="cpu", show_default=True, help="Where anchors are kept."
+)
 @_measures
-def overhead(say: Say, threads: int, dim: int, ranks: int) -> Records:
+def overhead(say: Say, threads: int, dim: int, ranks: int, anchors: AnchorPolicy) -> Records:
     """A training step of an island that does not sync, beside one outside of any run; and what memory it takes."""
     from benchmarks.overhead import measure
 
-    return measure(dim, ranks=ranks, threads=threads, say=say)
+    return measure(dim, ranks=ranks, threads=threads, anchors=anchors, say=say)
 
 
 @bench.command("all")

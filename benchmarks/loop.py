@@ -84,7 +84,9 @@ def main() -> None:
     with ExitStack() as stack:
         site = None
         if options["address"]:
-            site = stack.enter_context(join(model, optimizer, options["address"], island_id="bench"))
+            site = stack.enter_context(
+                join(model, optimizer, options["address"], island_id="bench", anchors=options["anchors"])
+            )
         serve(Loop(model, optimizer, site, device))
     if options["ranks"] > 1:
         dist.destroy_process_group()

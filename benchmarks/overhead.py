@@ -6,20 +6,21 @@ They take turns, so that what else the machine does meets both alike; no sync is
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.processes import Worker, coordinator, together
 from benchmarks.record import Record
+from island.config_mesh import AnchorPolicy
 
 TURNS = 8
 """The first two warm up."""
 WARM = 2
 STEPS = 10
 ANCHOR_BYTES = 4
-"""Of host memory for each parameter, as docs/architecture.md says."""
+"""For each parameter that a rank holds, where its anchors are; none elsewhere."""
 RUN = """
 [run]
 id = "bench"
@@ -33,7 +34,12 @@ lease_s = 60.0
 
 
 def measure(
-    dim: int = 256, *, ranks: int = 1, threads: int = 0, say: Callable[[str], None] = lambda _: None
+    dim: int = 256,
+    *,
+    ranks: int = 1,
+    threads: int = 0,
+    anchors: AnchorPolicy = "cpu",
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Record]:
     """Yields the duration of a step and the memory of an island that has joined, beside one that has not.
 
@@ -41,6 +47,7 @@ def measure(
         dim: width of the model, a decoder of 4 layers.
         ranks: of each island; 2 or more are FSDP.
         threads: of each rank; 0 for one.
+        anchors: where the island that has joined keeps them.
         say: takes a line on what is being done.
 
     Raises:
@@ -60,6 +67,7 @@ def measure(
                     "rank": rank,
                     "ranks": ranks,
                     "store": str(folder / f"store-{name}"),
+                    "anchors": anchors,
                 }
                 islands[name].append(Worker("benchmarks.loop", options, folder / f"{name}-{rank}.log"))
                 stack.callback(islands[name][-1].close)
@@ -77,17 +85,25 @@ def measure(
         yield Record(name=f"a step without a sync, {shape}, beside the bare loop's", value=joined, unit="s", limit=bare)
         edge = max(together(islands["joined"], "edge"))
         yield Record(name=f"the edge after it alone, {shape}, beside a bare step", value=edge, unit="s", limit=bare)
-        host_bytes, device_bytes, held = zip(*(workers[0].ask("memory") for workers in islands.values()), strict=True)
-        yield Record(
-            name=f"host memory, {shape}, beside the bare loop's and anchors of 4 bytes a parameter",
-            value=host_bytes[1] / 2**20,
-            unit="MiB",
-            limit=(host_bytes[0] + ANCHOR_BYTES * held[0]) / 2**20,
-        )
-        if device_bytes[0]:
+        bare_bytes, joined_bytes = (workers[0].ask("memory") for workers in islands.values())
+        yield from memory(shape, bare_bytes, joined_bytes, anchors)
+
+
+def memory(shape: str, bare: Sequence[int], joined: Sequence[int], anchors: AnchorPolicy) -> Iterator[Record]:
+    """Yields the memory of a rank that has joined, beside that of one that has not and its anchors where they are.
+
+    Args:
+        shape: of the model and the island, for the names of records.
+        bare, joined: bytes of the process in RAM, their peak on the device (0 without one), and parameters it holds.
+        anchors: where they are: those on a device that is the CPU are in RAM.
+    """
+    on_device = anchors == "device" and bare[1] > 0
+    for what, which, here in (("host memory", 0, not on_device), ("peak device memory", 1, on_device)):
+        if bare[which]:
+            and_anchors = f" and anchors of {ANCHOR_BYTES} bytes a parameter" if here else ""
             yield Record(
-                name=f"peak device memory, {shape}, beside the bare loop's",
-                value=device_bytes[1] / 2**20,
+                name=f"{what}, {shape}, beside the bare loop's{and_anchors}",
+                value=joined[which] / 2**20,
                 unit="MiB",
-                limit=device_bytes[0] / 2**20,
+                limit=(bare[which] + ANCHOR_BYTES * bare[2] * here) / 2**20,
             )

@@ -3,7 +3,9 @@
     stage -> encode -> (the coordinator) -> decode -> mix
 
 Tensors and plain values in, tensors and plain values out; threads, sockets and process groups belong to the caller.
-Anchors are fp32 on the CPU (pinned where there is CUDA), so a device holds no more than the one tensor being mixed.
+Anchors are fp32 on the CPU (pinned where there is CUDA), so a device holds no more than the one tensor being mixed; or
+beside the parameters on their device, where a pseudo-gradient is then taken. What an update makes of them is worked out
+on the CPU in either case, so that the bits are the same (`diloco/arriving.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from torch.autograd.graph import increment_version
 from diloco.arriving import Arriving, Home, Homes, split, views
 from diloco.buffers import Buffers
 from diloco.codec import Choice, native
+from diloco.crossing import Crossing
 from diloco.digest import combine, digest
 from diloco.errors import DivergedError, LayoutError
 from diloco.feedback import AT_ONCE, Counted, Ending, Fate, Feedback
@@ -38,8 +42,10 @@ class Held:
     """The training parameters of the piece, fp32, on the training device; shares storage with the model."""
     owners: tuple[int, ...]
     """Ranks of the island that hold this piece; the first sends, receives and counts for it."""
+    on_device: bool = False
+    """Whether the anchor is on the device of `local`, rather than on the CPU. The same for all pieces of a rank."""
     anchor: Tensor = field(init=False)
-    """The outer parameters of the piece, fp32, CPU. Never shares storage with `local`."""
+    """The outer parameters of the piece, fp32, contiguous. Never shares storage with `local`."""
     moves: int = field(default=0, init=False)
     """Changes whenever the anchor begins to change, and when that is over."""
     _home: Home | None = field(default=None, init=False)
@@ -52,7 +58,9 @@ class Held:
                 f"tensor '{self.spec.name}' is {self.local.dtype}: small inner steps would vanish. Keep float32 "
                 "parameters and compute in bfloat16 (FSDP: MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
             )
-        self.anchor = torch.empty(self.local.shape, dtype=torch.float32, pin_memory=self.local.is_cuda)
+        device = self.local.device if self.on_device else torch.device("cpu")
+        pinned = self.local.is_cuda and not self.on_device
+        self.anchor = torch.empty(self.local.shape, dtype=torch.float32, device=device, pin_memory=pinned)
         self.anchor.copy_(self.local)
 
     @property
@@ -68,8 +76,9 @@ class Held:
         """The same as it was found when the anchor last moved, if it is known and still true."""
         return self._known[0] if self._known[1] == self.moves else None
 
-    def settle(self, home: Home, anchor: Tensor, known: int | None) -> Home | None:
-        """Takes another tensor for the anchor; returns the home of the one before. See `arriving.Homes.move`."""
+    def settle(self, home: Home | None, anchor: Tensor, known: int | None) -> Home | None:
+        """Takes another tensor for the anchor, or the same with other values; returns the home of the one before. See
+        `arriving.Homes`."""
         left, self._home, self.anchor = self._home, home, anchor
         self.moves += 1
         self._known = (0, -1) if known is None else (known, self.moves)
@@ -78,17 +87,17 @@ class Held:
 
 @dataclass(kw_only=True, eq=False)
 class Staged:
-    """Local parameters of a fragment's owned pieces, on their way to the CPU."""
+    """Local parameters of a fragment's owned pieces, on their way to the CPU; or already what is to be encoded."""
 
     copies: list[Tensor]
     """fp32, CPU (pinned with CUDA), one per owned piece: views of `buffer`."""
     buffer: Tensor
     finite: bool
-    """Whether all values are."""
+    """Whether all local parameters are."""
     copied: torch.cuda.Event | None = None
     """With CUDA, what says that the copies are complete."""
     moved: bool = False
-    """Whether they are the pseudo-gradient already, as it was kept."""
+    """Whether they are the pseudo-gradient already: it was taken on the device, or kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +138,16 @@ class Replica:
         self.position = [Position(0, 0) for _ in fragments]
         self.feedback = [Feedback(feedback_decay) for _ in fragments] if up.feedback and feedback_decay else None
         """Per fragment, what codecs dropped of this rank's contributions; None where all drop little."""
-        pinned = any(h.local.is_cuda for h in pieces)
-        self._buffers = Buffers(torch.float32, pinned=pinned)
+        self.on_device = any(h.on_device for h in pieces)
+        """Whether anchors are on the device of the parameters."""
+        device = next((h.local.device for h in pieces if h.local.is_cuda), torch.device("cpu"))
+        self._crossing = Crossing(device)
+        self._buffers = Buffers(torch.float32, pinned=self._crossing.pinned)
         """For staged parameters: at most two idle ones of the size of the largest fragment."""
-        self._homes = Homes(pinned=pinned)
-        for fragment in range(len(fragments)):
+        self._homes = Homes(self._crossing)
+        for fragment in range(len(fragments) if not self.on_device else 0):
             self._house(self.owned(fragment))
+        self._crossing.wait()  # anchors on a device are there
         self._staged: dict[int, Tensor] = {}
         """Of fragments whose contribution is in flight, what holds the pseudo-gradient."""
         self.taken: list[int | None] = [None] * len(fragments)
@@ -159,7 +172,7 @@ class Replica:
 
     def stage(self, fragment: int) -> Staged:
         """Copies the owned pieces' local parameters to the CPU, and looks at them on the way: the one thing that holds
-        the training thread.
+        the training thread. With anchors on the device it is their difference that is copied.
 
         On CUDA it waits only for whether they are finite: the copies run on a stream of their own, between what the
         training stream has done and what it will do.
@@ -168,17 +181,17 @@ class Replica:
         buffer = self._buffers.take(sum(h.box.numel for h in owned))
         copies = views(buffer, owned)
         if not any(h.local.is_cuda for h in owned):
-            good = [_copy(held.local, copy) for copy, held in zip(copies, owned, strict=True)]
-            return Staged(copies=copies, buffer=buffer, finite=all(good))
+            good = [_stage(held, copy) for copy, held in zip(copies, owned, strict=True)]
+            return Staged(copies=copies, buffer=buffer, finite=all(good), moved=self.on_device)
         training, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(training)
         with torch.cuda.stream(side):
             for copy, held in zip(copies, owned, strict=True):
-                copy.copy_(held.local, non_blocking=True)
-        training.wait_stream(side)
+                copy.copy_(held.anchor - held.local if held.on_device else held.local, non_blocking=True)
         bounds = [torch.stack(torch.aminmax(h.local.detach())) for h in owned if h.local.numel()]
         finite = not bounds or bool(torch.stack(bounds).isfinite().all())  # NaN is both: one pass, and no mask
-        return Staged(copies=copies, buffer=buffer, finite=finite, copied=side.record_event())
+        training.wait_stream(side)
+        return Staged(copies=copies, buffer=buffer, finite=finite, copied=side.record_event(), moved=self.on_device)
 
     def unstage(self, staged: Staged) -> None:
         """Takes back what is not to be sent."""
@@ -196,6 +209,8 @@ class Replica:
         """The pseudo-gradient of what is staged (fp32, by owned piece), as `encode` takes it; changes nothing."""
         if staged.copied:
             staged.copied.synchronize()
+        if staged.moved:
+            return [copy.clone() for copy in staged.copies]
         return [h.anchor - copy for h, copy in zip(self.owned(fragment), staged.copies, strict=True)]
 
     def contribution_size(self, fragment: int) -> int:
@@ -206,7 +221,8 @@ class Replica:
         """Turns staged parameters into the payload of a contribution; yields it bit by bit, as it is made.
 
         The pseudo-gradient is anchor minus local, in fp32: a descent direction (DiLoCo, algorithm 1). It is taken in
-        the staged copies, which are used up; with error feedback they are kept until the round has ended.
+        the staged copies, unless it was before. They are used up; with error feedback they are kept until the round has
+        ended.
 
         Args:
             payload: where it is written, uint8 [contribution_size(fragment)]; a fresh buffer if there is none.
@@ -226,13 +242,11 @@ class Replica:
             codec, anchor, moved = self.up.of(held.spec), held.anchor.view(-1), copy.view(-1)
             part, payload = payload[: codec.size(moved.numel())], payload[codec.size(moved.numel()) :]
             if feedback and codec.feedback:
-                if not staged.moved:
-                    _subtract(anchor, moved, held)
+                _take(held, anchor, moved, staged)
                 yield from feedback.encode(number, moved, codec, part)
                 continue
             for values, bytes_ in codec.slices(moved.numel(), AT_ONCE):
-                if not staged.moved:
-                    _subtract(anchor[values], moved[values], held)
+                _take(held, anchor[values], moved[values], staged)
                 codec.encode(moved[values], part[bytes_])
                 yield part[bytes_]
         if not feedback:
@@ -295,7 +309,10 @@ class Replica:
         """Replaces the anchors of some pieces by whole values, as when joining."""
         for h, part in zip(held, split(held, payload, choice), strict=True):
             h.moves += 1
-            choice.of(h.spec).decode_part(part, h.spec.shape, h.box, h.anchor.view(-1))
+            values = torch.empty_like(h.anchor, device="cpu") if h.on_device else h.anchor
+            choice.of(h.spec).decode_part(part, h.spec.shape, h.box, values.view(-1))
+            if h.on_device:
+                self._crossing.up([values], [h.anchor])
             h.moves += 1
 
     def digest_parts(self, fragment: int, *, known: bool = False) -> tuple[int, int]:
@@ -338,26 +355,37 @@ class Replica:
 
         Call it again to undo it. Nothing may be in flight meanwhile.
         """
-        for fragment in self._held:
-            for h in fragment:
-                h.moves += 1
-                kept = h.local.to("cpu", copy=True)
-                h.local.copy_(h.anchor)
-                h.anchor.copy_(kept)
-                h.moves += 1
+        pieces = list(chain.from_iterable(self._held))
+        for h in pieces:
+            h.moves += 1
+            kept = h.local.to(h.anchor.device, copy=True)
+            h.local.copy_(h.anchor)
+            h.anchor.copy_(kept)
+        self._crossing.wait()
+        for h in pieces:
+            h.moves += 1
 
 
 @torch.no_grad()
-def _copy(source: Tensor, out: Tensor) -> bool:
-    """Copies values (fp32, CPU) in one pass; returns whether all are finite."""
-    if native.usable(source, out):
-        return native.copy(source, out)
-    out.copy_(source)
-    return not out.numel() or all(map(math.isfinite, torch.aminmax(out)))
+def _stage(held: Held, out: Tensor) -> bool:
+    """Stages a piece (fp32, CPU) in one pass; returns whether its local parameters are finite."""
+    if held.on_device:
+        torch.sub(held.anchor, held.local, out=out)
+        return _finite(held.local)
+    if native.usable(held.local, out):
+        return native.copy(held.local, out)
+    out.copy_(held.local)
+    return _finite(out)
 
 
-def _subtract(anchor: Tensor, local: Tensor, held: Held) -> None:
-    """Puts anchor minus local in place of local. Raises `DivergedError` where that is not finite."""
-    torch.sub(anchor, local, out=local)
-    if local.numel() and not all(map(math.isfinite, torch.aminmax(local))):
+def _finite(values: Tensor) -> bool:
+    return not values.numel() or all(map(math.isfinite, torch.aminmax(values)))
+
+
+def _take(held: Held, anchor: Tensor, moved: Tensor, staged: Staged) -> None:
+    """Puts the pseudo-gradient in place of staged values, unless it is there. Raises `DivergedError` where it is not
+    finite."""
+    if not staged.moved:
+        torch.sub(anchor, moved, out=moved)
+    if not _finite(moved):
         raise DivergedError(f"the pseudo-gradient of '{held.spec.name}' is not finite", tensor=held.spec.name)

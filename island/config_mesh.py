@@ -12,6 +12,7 @@ from diloco.settings import NonNegative, Positive, Settings
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "dualpipev"]
 ContextMethod = Literal["ulysses", "gather"]
 Attention = Literal["auto", "flash", "efficient", "cudnn", "math"]
+AnchorPolicy = Literal["cpu", "device"]
 
 
 class MeshConfig(Settings):
@@ -120,3 +121,7 @@ class MemoryConfig(Settings):
     attention: Attention = "auto"
     """Which kernel of torch's scaled_dot_product_attention: the fastest that can; FlashAttention; memory-efficient;
     cuDNN; or the plain products."""
+    anchors: AnchorPolicy = "cpu"
+    """Where the anchors of what a rank holds are kept, 4 bytes a parameter. `cpu`: in RAM, pinned with CUDA; at a sync
+    they come over the bus to be mixed, while training waits. `device`: beside the parameters, where there is room for
+    them. Islands of either kind hold the same bits."""

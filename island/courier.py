@@ -92,7 +92,7 @@ class Courier:
         header.total_bytes = sum(codec.size(h.box.numel) for h in owned)
         self._link.push(
             header,
-            lambda: (h.anchor.view(-1).view(torch.uint8) for h in owned),
+            lambda: (h.anchor.cpu().view(-1).view(torch.uint8) for h in owned),
             self._config.wire.chunk_bytes,
         )
 

@@ -101,8 +101,10 @@ class Group:
             self._subgroups[ranks] = dist.new_group(list(ranks), backend="gloo")
 
     def share(self, buffer: Tensor, ranks: tuple[int, ...], source: int) -> None:
-        """Fills `buffer` (uint8, CPU) on all of a subgroup with that of `source`. Collective over the subgroup."""
-        dist.broadcast(buffer, source, group=self._subgroups[ranks])
+        """Fills `buffer` (uint8) on all of a subgroup with that of `source`. Collective over the subgroup."""
+        here = buffer.cpu()
+        dist.broadcast(here, source, group=self._subgroups[ranks])
+        buffer.copy_(here)
 
 
 def _for_cpu() -> dist.ProcessGroup | None:

@@ -16,6 +16,7 @@ from diloco.framing import PROTOCOL
 from diloco.layout import Box, Kind, Layout, Piece, TensorSpec, box_of, local, named_tensors
 from diloco.replica import Held
 from diloco.v1 import coordinator_pb2 as pb
+from island.config_mesh import AnchorPolicy
 from island.group import Group
 
 Tensors = dict[str, tuple[Tensor, Kind]]
@@ -99,7 +100,7 @@ def join_request(layout: Layout, *, island_id: str, run_id: str, ranks: int, res
     )
 
 
-def hold(tensors: Tensors, layout: Layout, sync: SyncConfig, group: Group) -> list[Held]:
+def hold(tensors: Tensors, layout: Layout, sync: SyncConfig, group: Group, anchors: AnchorPolicy = "cpu") -> list[Held]:
     """This rank's pieces, with the ranks that hold the same; forms the subgroups that share a piece. Collective."""
     boxes = {name: box_of(tensor, name) for name, (tensor, _) in tensors.items()}
     holders: dict[str, dict[Box, list[int]]] = {}
@@ -124,7 +125,16 @@ def hold(tensors: Tensors, layout: Layout, sync: SyncConfig, group: Group) -> li
             if group.rank in ranks:
                 owners = (first, *(r for r in ranks if r != first))
                 piece, tensor = Piece(number, box), local(tensors[spec.name][0])
-                held.append(Held(piece=piece, spec=spec, start=starts[number], local=tensor, owners=owners))
+                held.append(
+                    Held(
+                        piece=piece,
+                        spec=spec,
+                        start=starts[number],
+                        local=tensor,
+                        owners=owners,
+                        on_device=anchors == "device",
+                    )
+                )
     return held
 
 

@@ -24,14 +24,14 @@ from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
 
 from diloco.codec.policy import down_choice, up_choice
 from diloco.config import RunConfig
-from diloco.errors import DivergedError, Expired, StaleEpoch
+from diloco.errors import DivergedError, Expired, InputError, StaleEpoch
 from diloco.failpoints import failpoint
 from diloco.feedback import Ending
 from diloco.fragments import partition
@@ -42,6 +42,7 @@ from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from island.anchors import Stand
 from island.config_checkpoint import CheckpointConfig
+from island.config_mesh import AnchorPolicy
 from island.following import Following, Schedulers, several
 from island.group import Group
 from island.joining import check, hold, inventory, join_request, name_here, settle
@@ -76,6 +77,7 @@ def join(
     spool_dir: str = "",
     tls: TLS | None = None,
     checkpoint: CheckpointConfig | None = None,
+    anchors: AnchorPolicy = "cpu",
 ) -> Session:
     """Joins a run; returns once the first parameters are loaded and the run has started.
 
@@ -98,9 +100,12 @@ def join(
         spool_dir: folder of downloads and of what the up codec dropped, for an island that is started again; or "".
         tls: files to speak mutual TLS with; nothing is encrypted without.
         checkpoint: where the island keeps its own state, and goes on with it; it keeps none without.
+        anchors: where the outer parameters of what a rank holds are: on the "cpu", pinned where there is CUDA, or on
+            the "device" of the parameters, which then holds 4 bytes more for each.
 
     Raises:
-        InputError: the TLS files are not what they should be; or the optimizer or the schedule is none for this model.
+        InputError: the TLS files are not what they should be; or the optimizer or the schedule is none for this model;
+            or `anchors` is another word.
         RunMismatch: another run, or another model than the run's.
         LayoutError: parameters that are not float32, or shards that are not boxes, or FSDP1.
         Untrusted: only one end speaks TLS, or one does not accept the other's certificate.
@@ -108,6 +113,8 @@ def join(
         DigestMismatch: the run's parameters do not arrive as the coordinator has them.
     """
     check(model, several(optimizer))
+    if anchors not in get_args(AnchorPolicy):
+        raise InputError(f"anchors={anchors!r} is no place for them: say 'cpu' or 'device'")
     failpoint("site-begun")
     follow = Following(several(scheduler))
     group = Group()
@@ -128,6 +135,7 @@ def join(
             limits=limits,
             spool_dir=spool,
             checkpoint=checkpoint,
+            anchors=anchors,
         )
     except BaseException:
         link.close()
@@ -150,6 +158,7 @@ class Session(Site):
         limits: Limits,
         spool_dir: Path | None = None,
         checkpoint: CheckpointConfig | None = None,
+        anchors: AnchorPolicy = "cpu",
     ) -> None:
         self.island_id, self._model, self._group = island_id, model, group
         self.optimizer, self._follow = optimizer, follow
@@ -183,7 +192,7 @@ class Session(Site):
             self.replica = Replica(
                 rank=group.rank,
                 fragments=partition(self.layout, self.config.sync),
-                held=hold(tensors, self.layout, self.config.sync, group),
+                held=hold(tensors, self.layout, self.config.sync, group, anchors),
                 up=up_choice(self.config.wire),
                 down=down_choice(self.config.wire),
                 alpha=self.config.sync.alpha,

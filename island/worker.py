@@ -104,6 +104,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             spool_dir=island.spool_dir or str(progress.parent / "spool"),
             tls=config.tls.files(),
             checkpoint=config.checkpoint,
+            anchors=config.memory.anchors,
         ) as site,
         open_batches(
             text,

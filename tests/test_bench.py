@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import shaped
+from benchmarks import overhead, shaped
 from benchmarks.certificates import Authority
 from benchmarks.cli import bench
 from benchmarks.peers import measure
@@ -60,11 +60,30 @@ def test_a_sync_is_measured_by_stages_and_as_a_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_taking_part_is_measured_beside_a_bare_loop(tmp_path: Path) -> None:
-    step, edge, memory = measured(tmp_path, "overhead", "--dim", "64", "--ranks", "2")
+@pytest.mark.parametrize("anchors", ["cpu", "device"])
+def test_taking_part_is_measured_beside_a_bare_loop(tmp_path: Path, anchors: str) -> None:
+    step, edge, memory = measured(tmp_path, "overhead", "--dim", "64", "--ranks", "2", "--anchors", anchors)
     assert (step["unit"], memory["unit"]) == ("s", "MiB")
     assert edge["limit"] == step["limit"]
     assert edge["value"] < step["value"]
+
+
+@pytest.mark.parametrize(
+    ("anchors", "device", "limits"),
+    [
+        ("cpu", 800, {"host memory": 1400, "peak device memory": 800}),
+        ("device", 800, {"host memory": 1000, "peak device memory": 1200}),
+        ("cpu", 0, {"host memory": 1400}),
+        ("device", 0, {"host memory": 1400}),
+    ],
+)
+def test_memory_is_held_to_anchors_where_they_are(anchors: Any, device: int, limits: dict[str, int]) -> None:
+    """Of a rank that holds 100 Mi parameters, in MiB; a device that is the CPU takes nothing of its own."""
+    bare, joined = ([m * 2**20 for m in (host, peak, 100)] for host, peak in ((1000, device), (1500, device + 4)))
+    found = list(overhead.memory("small", bare, joined, anchors))
+    assert {r.name.partition(",")[0]: r.limit for r in found} == limits
+    assert [r.value for r in found] == [1500, 804][: len(limits)]
+    assert ["anchors of 4 bytes" in r.name for r in found] == [limit in (1400, 1200) for limit in limits.values()]
 
 
 @pytest.mark.slow

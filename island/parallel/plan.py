@@ -99,6 +99,11 @@ def placed(mesh: MeshConfig) -> tuple[tuple[int, ...], ...]:
 
 def refusals(mesh: MeshConfig, memory: MemoryConfig, model: ModelConfig) -> Iterator[str]:
     """Why a mesh and a model do not fit; nothing where they do."""
+    if mesh.cpu_offload and memory.anchors == "device":
+        yield (
+            "memory.anchors 'device' keeps anchors beside the parameters, which mesh.cpu_offload has on the CPU: set "
+            "memory.anchors=cpu, or mesh.cpu_offload=false"
+        )
     if not model.ours:
         yield from _foreign(mesh, model)
         return

@@ -4,6 +4,7 @@ Let a rank hold N values: those of its stages of the pipeline, matrices divided 
 more by S = shard * context; replicas and experts change nothing about that. With w the bytes of `mesh.param_dtype`:
 
     N / S * (4 master + 4 gradient + the optimizer's state)    where the model is, or in RAM with `mesh.cpu_offload`
+    N / S * 4                                                  there too, with `memory.anchors` on the device
     w * (outside + 2 block)                                    gathered by FSDP; all of w * N where it is not freed
                                                                (a pipeline, reshard_after_forward = "never")
     w * (outside + block) + r * most                           gradients before they are divided, and what is sent of
@@ -23,8 +24,9 @@ n = batch_sequences / data ranks / accumulate / microbatches sequences of sequen
 Of layers, those of a rank, times the microbatches in flight: all with "gpipe", else as many as there are stages. Of a
 model that is not ours, a layer is taken to keep what goes into and comes out of each of its matrices.
 
-In RAM beside that, for the values of a node's ranks: 4 B anchor, 4 B of what the up codec drops if any, the largest
-fragment as float32 and coded, and 400 MiB a rank for Python, torch and gRPC. A model that is not ours is made whole by
+In RAM beside that, for the values of a node's ranks: 4 B anchor where it is not on the device, 4 B of what the up codec
+drops if any, the largest fragment as float32 and coded (with anchors on the device twice more as float32: before an
+update and after), and 400 MiB a rank for Python, torch and gRPC. A model that is not ours is made whole by
 each rank for a moment, which counts where it is more than the first three. What ranks on the CPU hold of the model and
 of activations is taken 1.3 times.
 """
@@ -62,7 +64,7 @@ TIGHT = 0.85
 WIDTHS = {"float32": 4, "bfloat16": 2}
 ADVICE = (
     "use more ranks, memory.activation_checkpointing, more parts (memory.accumulate), fewer sequences per step "
-    "(data.batch_sequences), mesh.param_dtype=bfloat16 or mesh.cpu_offload"
+    "(data.batch_sequences), mesh.param_dtype=bfloat16, mesh.cpu_offload or memory.anchors=cpu"
 )
 
 
@@ -87,9 +89,10 @@ def need(run: RunConfig, island: IslandConfig, layout: Layout, nodes: int | None
     mesh, memory, here = shrunk.mesh, shrunk.memory, island.ranks_here
     chosen = plan(mesh, memory, run.model)
     held = transient = activations = 0
+    on_device = memory.anchors == "device"
     for stages in chosen.stages:
         specs = [spec for spec in layout.tensors if spec.kind == "parameter" and _holds(spec, chosen, stages)]
-        values, working = _parameters(specs, run, mesh, chosen)
+        values, working = _parameters(specs, run, mesh, chosen, 8 + 4 * on_device)
         sequences = shrunk.data.batch_sequences // (chosen.data_ranks * memory.accumulate * mesh.chunks)
         tokens = sequences * run.model.sequence_length // chosen.context
         kept = tokens * _per_token(specs, run.model, mesh, memory, chosen, stages)
@@ -98,10 +101,10 @@ def need(run: RunConfig, island: IslandConfig, layout: Layout, nodes: int | None
 
     up = up_choice(run.wire)
     largest = max(
-        sum(4 * spec.numel + up.of(spec).size(spec.numel) for spec in fragment.specs)
+        sum((12 if on_device else 4) * spec.numel + up.of(spec).size(spec.numel) for spec in fragment.specs)
         for fragment in partition(layout, run.sync)
     )
-    anchors = 4 * layout.numel * (2 if up.feedback else 1) * mesh.replicas + largest
+    anchors = 4 * layout.numel * (bool(up.feedback) + (not on_device)) * mesh.replicas + largest
     kept_here = anchors * here // mesh.ranks
     whole = 0 if run.model.ours else 4 * layout.numel * here
     host = max(kept_here, whole) + here * PROCESS_BYTES
@@ -120,13 +123,16 @@ def _holds(spec: TensorSpec, chosen: Plan, stages: tuple[int, ...]) -> bool:
     return (0 if spec.name.startswith("embed") else len(chosen.layers) - 1) in stages
 
 
-def _parameters(specs: Sequence[TensorSpec], run: RunConfig, mesh: MeshConfig, chosen: Plan) -> tuple[int, int]:
-    """Bytes that a rank holds for its parameters all the time, and those that come and go."""
+def _parameters(
+    specs: Sequence[TensorSpec], run: RunConfig, mesh: MeshConfig, chosen: Plan, each: int
+) -> tuple[int, int]:
+    """Bytes that a rank holds for its parameters all the time, `each` and the optimizer's state, and those that come
+    and go."""
     shards = chosen.shard * chosen.context
     held, blocks = 0, defaultdict[str, int](int)
     for spec in specs:
         cut = chosen.tensor if len(spec.shape) > 1 else 1
-        held += (8 * spec.numel + state_bytes(spec.name, spec.shape, run.inner)) // cut
+        held += (each * spec.numel + state_bytes(spec.name, spec.shape, run.inner)) // cut
         layer = _LAYER.search(spec.name)
         blocks[layer[1] if layer else ""] += spec.numel // cut // (chosen.expert if ".experts." in spec.name else 1)
     width, reduced = WIDTHS[mesh.param_dtype], WIDTHS[mesh.reduce_dtype]

@@ -9,14 +9,19 @@ from torch import Tensor
 from diloco.arriving import Arriving, Homes, views
 from diloco.codec import CODECS, native
 from diloco.config import SyncConfig
+from diloco.crossing import Crossing
 from diloco.errors import CodecError
 from diloco.fragments import partition
 from diloco.layout import Box, Layout, Piece, TensorSpec
 from diloco.replica import Held, Replica
+from tests.diloco import policy
 
 LAYOUT = Layout([TensorSpec("matrix", (6, 2048)), TensorSpec("odd", (777,)), TensorSpec("rows", (4, 2048))])
 FRAGMENTS = partition(LAYOUT, SyncConfig(strategy="whole", fragments=1))
 CODEC_NAMES = ["fp32", "bf16", "fp16", "int8", "int4", "e3m0", "int2", "topk", "topk-int8", "topk-coded"]
+
+
+pytestmark = pytest.mark.usefixtures("both_policies")
 
 
 def replica(codec: str, box: Box | None = None) -> Replica:
@@ -26,7 +31,11 @@ def replica(codec: str, box: Box | None = None) -> Replica:
     for number, (spec, start) in enumerate(zip(LAYOUT.tensors, FRAGMENTS[0].starts, strict=True)):
         where = box if box and spec.name == "rows" else Box.whole(spec.shape)
         local = torch.randn(spec.shape, generator=generator)[where.slices].clone()
-        held.append(Held(piece=Piece(number, where), spec=spec, start=start, local=local, owners=(0,)))
+        held.append(
+            Held(
+                piece=Piece(number, where), spec=spec, start=start, local=local, owners=(0,), on_device=policy.on_device
+            )
+        )
     return Replica(rank=0, fragments=FRAGMENTS, held=held, up=CODECS["fp32"], down=CODECS[codec], alpha=0.0)
 
 
@@ -99,15 +108,18 @@ def test_a_damaged_update_moves_nothing() -> None:
     assert all(torch.equal(h.anchor, b) for h, b in zip(mine.held(0), before, strict=True))
 
 
-def test_anchors_move_between_two_homes() -> None:
+def test_anchors_move_between_two_homes_and_on_a_device_stay_where_they_are() -> None:
     mine = replica("int8")
     payload, _ = update(mine, "int8")
     places = []
     for _ in range(5):
         mine.decode(mine.owned(0), payload)
         places.append(mine.held(0)[0].anchor.data_ptr())
-    assert len(set(places)) == 2
-    assert places[0] == places[2] == places[4]
+    if policy.on_device:
+        assert len(set(places)) == 1
+    else:
+        assert len(set(places)) == 2
+        assert places[0] == places[2] == places[4]
 
 
 def test_a_home_in_which_a_piece_is_left_is_not_used_again() -> None:
@@ -115,14 +127,26 @@ def test_a_home_in_which_a_piece_is_left_is_not_used_again() -> None:
     first, *rest = mine.owned(0)
     home = first.anchor.data_ptr()
     mine.decode([first], torch.zeros(4 * first.box.numel, dtype=torch.uint8))
-    assert first.anchor.data_ptr() != home
+    assert (first.anchor.data_ptr() == home) is policy.on_device
     kept = [h.anchor.clone() for h in rest]
     mine.decode(rest, torch.zeros(4 * sum(h.box.numel for h in rest), dtype=torch.uint8))
     assert all(torch.equal(h.anchor, k) for h, k in zip(rest, kept, strict=True))
 
 
+def test_transfers_of_anchors_on_a_device_use_two_homes_again() -> None:
+    mine = replica("int8")
+    payload, _ = update(mine, "int8")
+    places = set()
+    for _ in range(5):
+        arriving = mine.arriving(mine.owned(0))
+        arriving.take(payload, payload.numel())
+        places |= {home.buffer.data_ptr() for home in (arriving._home, arriving._before) if home}
+        arriving.apply(payload)
+    assert len(places) == 2
+
+
 def test_homes_are_not_much_larger_than_they_need_to_be() -> None:
-    mine, homes = replica("fp32"), Homes(pinned=False)
+    mine, homes = replica("fp32"), Homes(Crossing(torch.device("cpu")))
     held = mine.held(0)[0]
     large, small = homes.take(held.box.numel * 2), homes.take(held.box.numel)
     for home in (large, small, large):
@@ -140,12 +164,13 @@ def test_what_is_staged_is_copied_and_looked_at(
     monkeypatch.setattr(native, "ENABLED", native.ENABLED and native_too)
     layout = Layout([TensorSpec("x", (numel,))])
     local = torch.randn(numel + 1)[1:]  # begins off an alignment
-    held = Held(piece=Piece(0, Box.whole((numel,))), spec=layout.tensors[0], start=0, local=local, owners=(0,))
+    whole = Piece(0, Box.whole((numel,)))
+    held = Held(piece=whole, spec=layout.tensors[0], start=0, local=local, owners=(0,), on_device=policy.on_device)
     fragments = partition(layout, SyncConfig(strategy="whole", fragments=1))
     mine = Replica(rank=0, fragments=fragments, held=[held], up=CODECS["fp32"], down=CODECS["fp32"], alpha=0.0)
     staged = mine.stage(0)
     assert staged.finite
-    assert torch.equal(staged.copies[0], local)
+    assert torch.equal(staged.copies[0], local - local if policy.on_device else local)
     local[numel // 2] = bad
     assert not mine.stage(0).finite
     mine.mix(0)
@@ -153,4 +178,4 @@ def test_what_is_staged_is_copied_and_looked_at(
 
 
 def test_an_update_for_nothing_is_nothing() -> None:
-    Arriving([], CODECS["int8"], Homes(pinned=False)).apply(torch.empty(0, dtype=torch.uint8))
+    Arriving([], CODECS["int8"], Homes(Crossing(torch.device("cpu")))).apply(torch.empty(0, dtype=torch.uint8))

@@ -17,8 +17,10 @@ from diloco.errors import CodecError, DivergedError, LayoutError
 from diloco.fragments import Fragment, partition
 from diloco.layout import Box, Kind, Layout, Piece, TensorSpec
 from diloco.replica import Held, Position, Replica
+from tests.diloco import policy
 from tests.diloco.test_digest import tilings
 
+pytestmark = pytest.mark.usefixtures("both_policies")
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)
 
 SHAPES = {"embed": (5, 3), "h.0.w": (4, 6), "h.1.w": (4,), "scale": ()}
@@ -57,6 +59,7 @@ def replica(
             start=starts[piece.tensor],
             local=values[spec.name][piece.box.slices],
             owners=ranks,
+            on_device=policy.on_device,
         )
         for piece, ranks in reversed(owners.items())
         if rank in ranks

@@ -13,7 +13,9 @@ from diloco.feedback import AT_ONCE, Ending
 from diloco.fragments import partition
 from diloco.layout import Box, Layout, Piece, TensorSpec
 from diloco.replica import Held, Replica
+from tests.diloco import policy
 
+pytestmark = pytest.mark.usefixtures("both_policies")
 ROWS, WIDTH = 5, AT_ONCE // 2
 LAYOUT = Layout([TensorSpec("big", (ROWS, WIDTH)), TensorSpec("small", (7,))])
 FRAGMENTS = partition(LAYOUT, SyncConfig(strategy="whole", fragments=1))
@@ -29,6 +31,7 @@ def replica(codec: str) -> Replica:
             start=start,
             local=torch.randn(spec.shape, generator=generator),
             owners=(0,),
+            on_device=policy.on_device,
         )
         for number, (spec, start) in enumerate(zip(LAYOUT.tensors, FRAGMENTS[0].starts, strict=True))
     ]

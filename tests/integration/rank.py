@@ -129,7 +129,13 @@ def main(path: str) -> None:
     model = build(spec["layout"], spec["begin"])
     seen: list[Any] = []
     with join(
-        model, None, spec["address"], island_id=spec["island"], connect_timeout_s=60, start_timeout_s=120
+        model,
+        None,
+        spec["address"],
+        island_id=spec["island"],
+        connect_timeout_s=60,
+        start_timeout_s=120,
+        anchors=spec["anchors"],
     ) as site:
         if spec["layout"] == "wide":
             settle_wide(model, site, seen)

@@ -21,6 +21,8 @@ from tests.support import Serving, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND_S = 180
+ON_DEVICE = ("fsdp", "hsdp")
+"""Layouts whose anchors are beside the parameters."""
 PROMPT_FREE = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """Freed tensors leave resident memory at once, so that its peak is what was held."""
 
@@ -64,6 +66,7 @@ def launch(
             "layout": layout,
             "seed": i,
             "begin": 0 if alike else i,
+            "anchors": "device" if layout in ON_DEVICE else "cpu",
             "store": str(folder / f"store-{i}"),
             "out": str(out),
         }

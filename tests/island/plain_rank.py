@@ -1,6 +1,7 @@
 """One rank of an island with a plain loop: `python -m tests.island.plain_rank ADDRESS KIND OUT`, as torchrun starts it.
 
-KIND is `ddp`; `compiled-ddp`; `fsdp`; or `no-cpu`, where the default group carries no CPU tensors, as NCCL's.
+KIND is `ddp`; `compiled-ddp`; `device-ddp`, whose anchors are on the device; `fsdp`; or `no-cpu`, where the default
+group carries no CPU tensors, as NCCL's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import island
+from island.config_mesh import AnchorPolicy
 from tests.island.test_library import BATCH, WIDTH, model
 
 
@@ -33,7 +35,8 @@ def main(address: str, kind: str, out: str) -> None:
         net = cast(nn.Module, torch.compile(net, backend="eager"))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(0 if kind == "no-cpu" else dist.get_rank())
-    with island.join(net, optimizer, address, island_id="ranks") as site:
+    anchors: AnchorPolicy = "device" if "device" in kind else "cpu"
+    with island.join(net, optimizer, address, island_id="ranks", anchors=anchors) as site:
         while not site.done:
             batch = torch.randn(BATCH, WIDTH, generator=generator)
             (net(batch) - batch).square().mean().backward()

@@ -39,7 +39,7 @@ def inner_step(net: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "compiled-ddp", "fsdp", "no-cpu"])
+@pytest.mark.parametrize("kind", ["ddp", "compiled-ddp", "device-ddp", "fsdp", "no-cpu"])
 def test_two_ranks_and_one_end_with_the_same_bits(tmp_path: Path, kind: str) -> None:
     out, port = tmp_path / "seen", str(free_port())
     with serving(config(), tmp_path / "state") as host, beside(model(), host) as other:
@@ -58,6 +58,12 @@ def test_two_ranks_and_one_end_with_the_same_bits(tmp_path: Path, kind: str) -> 
         seen = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
         assert [rank["digests"] for rank in seen] == [other.result(), digests(host)]
     assert [(rank["step"], rank["tokens"]) for rank in seen] == [(STEPS, STEPS), (STEPS, 0)], "a step counts once"
+
+
+def test_anchors_are_on_the_cpu_or_the_device() -> None:
+    net = model()
+    with pytest.raises(InputError, match=r"anchors='gpu' is no place for them: say 'cpu' or 'device'"):
+        island.join(net, None, "127.0.0.1:1", anchors="gpu")  # type: ignore[arg-type]
 
 
 def test_an_island_that_names_nothing_has_its_hosts_name_and_weighs_by_steps(tmp_path: Path) -> None:

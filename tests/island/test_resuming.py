@@ -14,6 +14,7 @@ from torch import nn
 from diloco.config import RunConfig
 from diloco.digest import show
 from island.config_checkpoint import CheckpointConfig
+from island.config_mesh import AnchorPolicy
 from island.session import Session, join
 from tests.processes import free_port
 from tests.support import Serving, serving
@@ -68,11 +69,15 @@ class Net(nn.Module):
 class Island:
     """A process of an island, in this one: what it has is its own, and ends with the block."""
 
-    def __init__(self, address: str, folder: Path, island_id: str = "a", **settings: Any) -> None:
+    def __init__(
+        self, address: str, folder: Path, island_id: str = "a", anchors: AnchorPolicy = "cpu", **settings: Any
+    ) -> None:
         torch.manual_seed(7)
         self.model = Net()
         checkpoint = CheckpointConfig(url=str(folder), **{"every_steps": 1, **settings})
-        self.site: Session = join(self.model, None, address, island_id=island_id, run_id="kept", checkpoint=checkpoint)
+        self.site: Session = join(
+            self.model, None, address, island_id=island_id, run_id="kept", checkpoint=checkpoint, anchors=anchors
+        )
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.02)
         self.read: int = self.site.kept("read") or 0
         self.site.attach(self.optimizer, read=lambda: self.read)
@@ -174,6 +179,27 @@ def test_an_island_that_is_killed_ends_with_the_same_bits(tmp_path: Path, name: 
             first.train(lambda site: site.at_step == killed)
         with Island(host.address, tmp_path / "kept", every_steps=1000) as second:
             assert (second.site.keeping.exact, second.site.at_step) == (True, kept)
+            second.train()
+            assert second.site.rejoins == 0
+            assert second.bits() == undisturbed(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["barrier", "feedback in flight", "sparse in flight, two fragments"])
+@pytest.mark.parametrize("places", [("device", "device"), ("device", "cpu"), ("cpu", "device")])
+def test_where_anchors_are_changes_no_bit_also_where_a_restart_changes_it(
+    tmp_path: Path, name: str, places: tuple[AnchorPolicy, AnchorPolicy]
+) -> None:
+    """What it is held against has its anchors on the CPU. With overlap, a contribution is in flight at step 7."""
+    before, after = places
+    with run(name, tmp_path / "state") as host:
+        with Island(host.address, tmp_path / "kept", anchors=before, every_steps=7) as first:
+            train_to(first, 7)
+            first.site.keeping.settle()
+            first.site.keeping.checkpoints = None
+            train_to(first, 14)
+        with Island(host.address, tmp_path / "kept", anchors=after, every_steps=1000) as second:
+            assert second.site.replica.on_device == (after == "device")
+            assert (second.site.keeping.exact, second.site.at_step) == (True, 7)
             second.train()
             assert second.site.rejoins == 0
             assert second.bits() == undisturbed(name, tmp_path)

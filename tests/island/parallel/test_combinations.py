@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "context": {"context": 2},
     "expert": {"expert": 2, "experts": 4},
     "offload": {"cpu_offload": True},
+    "anchors": {"anchors": "device"},
     "bfloat16": {"param_dtype": "bfloat16"},
     "selective": {"activation_checkpointing": "selective"},
     "full": {"activation_checkpointing": "full"},

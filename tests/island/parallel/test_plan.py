@@ -60,6 +60,7 @@ REFUSED = [
     ({"ranks": 8, "context": 8}, {}, "model.kv_heads is 4: set mesh.context_method=gather"),
     ({"ranks": 16, "pipeline": 16}, {}, "makes 16 stages, and model.layers is 8: lower mesh.pipeline"),
     ({"ranks": 2, "tensor": 2}, {"compile": True}, "set memory.compile=false"),
+    ({"ranks": 2, "cpu_offload": True}, {"anchors": "device"}, "set memory.anchors=cpu, or mesh.cpu_offload=false"),
     ({"ranks": 2, "expert": 2}, {}, "the model has none: set mesh.expert=1"),
     (
         {"ranks": 2, "pipeline": 2, "pipeline_schedule": "zero-bubble"},

@@ -59,6 +59,19 @@ def test_codecs_optimizers_and_fragments_count() -> None:
     assert memory.need(run(sync=cut), island(), LAYOUT).host < one.host
 
 
+@pytest.mark.parametrize("up", ["fp32", "int4"])
+def test_anchors_count_where_they_are(up: str) -> None:
+    config = run(wire={"up": up})
+    there: dict[str, object] = {"anchors": "device"}
+    one, other = (memory.need(config, island(memory=save), LAYOUT) for save in ({}, there))
+    assert other.model == one.model + 4 * 1300
+    assert other.host == one.host - 4 * 1300 + 2 * 4 * 1300, "less the anchors, and two more of the largest fragment"
+    mesh = {"ranks": 4, "replicas": 2}
+    one, other = (memory.need(config, island(memory=save, mesh=mesh), LAYOUT) for save in ({}, there))
+    assert other.model == one.model + 4 * 1300 // 2, "each rank has those of its shard"
+    assert other.host == one.host - 2 * 4 * 1300 + 2 * 4 * 1300
+
+
 MODEL = {"dim": 8, "heads": 4, "kv_heads": 4, "ffn_dim": 12, "layers": 4, "vocab_size": 300, "sequence_length": 12}
 
 
