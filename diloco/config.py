@@ -272,7 +272,7 @@ class LimitsConfig(Settings):
     equal share, of 256 KiB to 64 MiB, and its sender uses as much of that as its link needs. A stream moves no more
     than its share per round trip: 64 streams of 5 MiB bring 50 MB/s each where that takes 100 ms, one stream 640."""
     disk_bytes: NonNegative = 0
-    """Contributions and updates kept in the state folder; 0 for no limit but the disk."""
+    """Contributions and updates kept in the state folder, and files to be written over; 0 for no limit but the disk."""
     disk_free_bytes: NonNegative = 256 * 2**20
     """Space that is left free on the state folder's disk: below it contributions are refused for a while, and the
     ledger can still be written."""
