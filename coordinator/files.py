@@ -17,7 +17,7 @@ import itertools
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,11 +77,16 @@ class Files:
         except SafetensorError as error:
             raise OSError(f"{path} cannot be written: {error}") from error
 
-    def write_at(self, descriptor: int, data: memoryview, offset: int) -> None:
-        """Writes into an open file, and does not sync it."""
-        while len(data):
-            written = os.pwrite(descriptor, data, offset)
-            data, offset = data[written:], offset + written
+    def write_at(self, descriptor: int, blocks: Sequence[memoryview], offset: int) -> None:
+        """Writes blocks into an open file, one behind the other, and does not sync it."""
+        left = list(blocks)
+        while left:
+            written = os.pwritev(descriptor, left, offset)
+            offset += written
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
 
     def start_writing(self, descriptor: int, offset: int, length: int) -> None:
         """Has the kernel begin to write a part of an open file to its disk, so that a later sync finds less to do.

@@ -49,7 +49,7 @@ class Update:
         """Writes what is new of a payload (uint8) that is made up to byte `until`. Raises what the disk does."""
         while self.have < until:
             end = min(self.have + WRITE_BYTES, until)
-            self._files.write_at(self._descriptor, made[self.have : end].numpy().data, self.have)
+            self._files.write_at(self._descriptor, [made[self.have : end].numpy().data], self.have)
             with self._changed:
                 self.have = end
                 self._changed.notify_all()

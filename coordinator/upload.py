@@ -20,7 +20,7 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +67,14 @@ class Slot(NamedTuple):
             return None
         fragment, round_, island, rank, kind = match.groups()
         return cls(int(fragment), int(round_), island, int(rank), kind == "seed")
+
+
+class _Chunk(NamedTuple):
+    """What one message brings, where, and with what check."""
+
+    offset: int
+    fresh: memoryview
+    check: int
 
 
 class Growing:
@@ -205,18 +213,41 @@ class Upload(Growing):
         self._begun = min(self._begun, self.have)
 
     def add(self, message: bytes) -> bool:
-        """Takes one chunk, or the end; returns whether it brought anything new.
+        """Takes one chunk, or the end; returns whether it brought anything new. Raises as `add_all` does."""
+        batch: list[_Chunk] = []
+        new = self._check(message, batch)
+        self._write(batch)
+        return new
+
+    def add_all(self, messages: Sequence[bytes]) -> None:
+        """Takes chunks, and the end, in their order.
 
         Raises:
-            CodecError: it is damaged, leaves a gap, or is more than was announced.
+            CodecError: one is damaged, leaves a gap, or is more than was announced. What came before stays.
             OSError: the disk does not take it; it may come again.
         """
+        batch: list[_Chunk] = []
+        try:
+            for message in messages:
+                self._check(message, batch)
+        finally:
+            self._write(batch)
+        for _ in messages:
+            failpoint("push-chunk")
+        if self.watch:
+            self.watch(self.payload, self.have)
+
+    def _check(self, message: bytes, batch: list[_Chunk]) -> bool:
+        """Adds what a message brings to `batch`, which is to be written; returns whether it brings anything."""
         assert self._assembly is not None
         if len(message) == END_BYTES:
+            self._write(batch)
             self._assembly.check_complete()
             self._assembly.end(message)
             return False
         offset, check, payload = unchunk(message)
+        if offset < self._assembly.ahead:
+            self._write(batch)
         if self._records.get(offset) == (len(payload), check):
             return False
         if offset < self.have:
@@ -225,29 +256,29 @@ class Upload(Growing):
             self._go_back(*earlier)
         else:
             fresh = self._assembly.fresh(message)
-        self._write(fresh, check)
+        batch.append(_Chunk(offset, fresh, check))
         return True
 
-    def _write(self, fresh: memoryview, check: int) -> None:
+    def _write(self, batch: list[_Chunk]) -> None:
+        """Writes what goes on at `have`; nothing is left in `batch`."""
+        if not batch:
+            return
         assert self._assembly is not None
         assert self._files is not None
-        have, (data, sums) = self.have, self._files
-        self._disk.write_at(data, fresh, have)
-        record = _RECORD.pack(have, len(fresh), check)
-        self._disk.write_at(sums, memoryview(record), len(self._records) * _RECORD.size)
-        self._records[have] = len(fresh), check
+        data, sums = self._files
+        chunks, batch[:] = batch[:], []
+        try:
+            self._disk.write_at(data, [chunk.fresh for chunk in chunks], self.have)
+            records = b"".join(_RECORD.pack(chunk.offset, len(chunk.fresh), chunk.check) for chunk in chunks)
+            self._disk.write_at(sums, [memoryview(records)], len(self._records) * _RECORD.size)
+        except OSError:
+            self._assembly.back()
+            raise
+        self._records |= {chunk.offset: (len(chunk.fresh), chunk.check) for chunk in chunks}
         self._assembly.took()
         if self.have - self._begun >= BEGIN_BYTES or self.whole:
             self._disk.start_writing(data, self._begun, self.have - self._begun)
             self._begun = self.have
-
-    def add_all(self, messages: Iterable[bytes]) -> None:
-        """Takes messages, in their order. Raises as `add` does; what came before stays."""
-        for message in messages:
-            self.add(message)
-            failpoint("push-chunk")
-        if self.watch:
-            self.watch(self.payload, self.have)
 
     def publish(self, path: Path) -> Path:
         """Makes the bytes durable under `path`."""

@@ -155,7 +155,8 @@ class Assembly:
         self.ended = False
         """Whether the end of the push has come, and is right."""
         self._whole = self._next = xxhash.xxh3_128()
-        self._next_have = 0
+        self.ahead = 0
+        """Bytes that are found good, from the first, be they stored or not."""
 
     @property
     def digest(self) -> str:
@@ -163,14 +164,14 @@ class Assembly:
         return self._whole.hexdigest()
 
     def fresh(self, message: bytes) -> memoryview:
-        """What a message adds at `have`. The holder stores it, then calls `took`.
+        """What a message adds behind what was found good. The holder stores it, then calls `took`, for one or several.
 
         Raises:
             CodecError: the message is damaged, is of another place, or goes beyond the end.
         """
         offset, check, payload = unchunk(message)
-        if offset != self.have:
-            raise CodecError(f"a chunk begins at byte {offset}, and {self.have} bytes have come")
+        if offset != self.ahead:
+            raise CodecError(f"a chunk begins at byte {offset}, and {self.ahead} bytes have come")
         if offset + len(payload) > self.total_bytes:
             raise CodecError(f"more than the {self.total_bytes} bytes that the header announced")
         if not self.fits(payload, check):
@@ -178,17 +179,21 @@ class Assembly:
         return payload
 
     def fits(self, payload: memoryview, check: int) -> bool:
-        """Whether bytes go on at `have` and have that check; then `took` counts them."""
-        following = self._whole.copy()
+        """Whether bytes go on at `ahead` and have that check; then `took` counts them."""
+        following = self._next.copy()
         following.update(payload)
         if check_of(following) != check:
             return False
-        self._next, self._next_have = following, self.have + len(payload)
+        self._next, self.ahead = following, self.ahead + len(payload)
         return True
 
     def took(self) -> None:
-        """Counts what came last: it is stored."""
-        self._whole, self.have = self._next, self._next_have
+        """Counts what was found good: it is stored."""
+        self._whole, self.have = self._next, self.ahead
+
+    def back(self) -> None:
+        """Forgets what was found good and is not stored."""
+        self._next, self.ahead = self._whole, self.have
 
     def end(self, message: bytes) -> None:
         """Takes the end of a push. Raises `CodecError` where it is not of the bytes that have come."""

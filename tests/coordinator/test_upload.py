@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +83,7 @@ def test_a_disk_that_fails_half_way_takes_the_rest_later(upload: Upload, monkeyp
     upload.open()
     upload.add(cut(PAYLOAD, 0, 400))
     with monkeypatch.context() as patch:
-        patch.setattr("os.pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr("os.pwritev", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space"):
             upload.add(cut(PAYLOAD, 400, 300))
     assert upload.have == 400
@@ -180,6 +182,43 @@ def test_whatever_happens_what_it_has_is_a_prefix_of_the_payload(tmp_path: Path,
     upload.check_complete()
     assert partial.read_bytes() == PAYLOAD
     upload.close()
+
+
+def batches() -> st.SearchStrategy[list[list[int]]]:
+    """Messages by number, -1 for the end, as they may come: again, and out of order."""
+    return st.lists(st.lists(st.integers(-1, 9), max_size=6), max_size=8)
+
+
+@given(batches())
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_messages_together_come_to_what_they_come_to_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, given: list[list[int]]
+) -> None:
+    messages = {n: cut(PAYLOAD, 100 * n, 100) for n in range(10)} | {-1: END}
+    ends = []
+    for together in (True, False):
+        upload = Upload(tmp_path_factory.mktemp("upload"), REAL, SLOT, len(PAYLOAD))
+        upload.open()
+        for batch in given:
+            with contextlib.suppress(CodecError):
+                if together:
+                    upload.add_all([messages[n] for n in batch])
+                else:
+                    for n in batch:
+                        upload.add(messages[n])
+        ends.append((upload.have, upload.digest, bytes(upload.payload[: upload.have].tolist())))
+        upload.discard()
+    assert ends[0] == ends[1]
+    assert ends[0][2] == PAYLOAD[: ends[0][0]]
+
+
+def test_a_disk_that_takes_less_at_a_time_takes_all(upload: Upload, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload.open()
+    write = os.pwritev
+    monkeypatch.setattr("os.pwritev", lambda file, blocks, at: write(file, [blocks[0][:7]], at))
+    upload.add_all([*(cut(PAYLOAD, first, 300) for first in range(0, 1000, 300)), END])
+    upload.check_complete()
+    assert upload.path.read_bytes() == PAYLOAD
 
 
 # -- written over others --------------------------------------------------------------------------------------------
