@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from diloco.settings import NonNegative, Positive, Seconds, Settings
+from diloco.shards import PLACE
 
-PLACE = r"^[0-9]+(@[0-9]+:[0-9]+(:[0-9]+:[0-9]+)?)?$"
 SOURCES = ("text", "jsonl", "parquet", "tokens", "dataset")
 
 

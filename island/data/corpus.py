@@ -57,6 +57,7 @@ def open_batches(
     rank: int = 0,
     ranks: int = 1,
     pin: bool = False,
+    held: bool = False,
 ) -> Batches:
     """The batches of one rank of an island.
 
@@ -67,11 +68,14 @@ def open_batches(
         rank: which share of every batch.
         ranks: shares.
         pin: for copies to a GPU.
+        held: the cursor has just the shards that the coordinator has the island read.
 
     Raises:
         ConfigError, InputError: there are no shards for it, or too little data in them.
     """
     shards, first = first_cursor(run.shards, island.data, island.island.id, step, cursor)
+    if held and cursor:
+        first = cursor
     return Batches(source, first, shards=shards, seed=run.run.seed, data=island.data, rank=rank, ranks=ranks, pin=pin)
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from diloco.config import RunConfig
 from diloco.errors import ExitCode
+from diloco.shards import Place
 from island.config import IslandConfig
 from island.config_data import DataConfig
 from island.data import HuggingFace, Packed, check_shards, open_data
-from island.data.cursor import Place
 from island.data.shards import first_cursor
 from island.data.sources import check, files, source
 from island.data.tokenizers import load
