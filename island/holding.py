@@ -83,7 +83,7 @@ class Holding:
             log.info("now reading %d shards, after %d", len(held), len(before.places))
 
     def places(self, batches: Batches) -> Sequence[str]:
-        """Where the island stands in what it reads and stood in what it gave up, for a contribution: that counts too."""
+        """Where the island stands in what it reads and stood in what it gave up, for a contribution."""
         if not self.on:
             return []
         return [str(place) for place in (*self._given_up.values(), *batches.together(self._group).places)]
