@@ -18,7 +18,7 @@ from diloco.errors import DilocoError, ExitCode, exit_code
 from diloco.settings import to_toml
 from island import mesh
 from island.config import PROGRESS, IslandConfig, check_code, load_island
-from island.data import Cursor, check_shards, open_batches, open_data
+from island.data import Cursor, check_shards, document_end, open_batches, open_data
 from island.group import Group
 from island.holding import Holding
 from island.link import Link
@@ -90,7 +90,8 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
     check_code(run, island.code)
     text = open_data(config.data, run.model, run.tokenizer)
     check_shards(text, run, config)
-    engine = assemble(run, config.mesh, config.memory, device)
+    end = document_end(config.data, run.model, run.tokenizer)
+    engine = assemble(run, config.mesh, config.memory, device, document_end=end)
     with (
         Metrics(_sinks(config, run) if group.rank == 0 else [], config.metrics.queue_records) as metrics,
         join(

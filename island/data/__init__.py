@@ -5,7 +5,7 @@ Which rows an island reads is a function of the settings, the seed and a `Cursor
 """
 
 from diloco.shards import Place, assign
-from island.data.corpus import check_shards, open_batches, open_data, packed_text
+from island.data.corpus import check_shards, document_end, open_batches, open_data, packed_text
 from island.data.cursor import Cursor, merge
 from island.data.loader import Batches
 from island.data.packing import Packed
@@ -24,6 +24,7 @@ __all__ = [
     "assign",
     "check_shards",
     "check_vocabulary",
+    "document_end",
     "merge",
     "named",
     "open_batches",

@@ -33,7 +33,7 @@ def hands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hand]:
             lines = (json.dumps({"body": f"{i} foxes jump over {i * i} lazy dogs"}) + "\n" for i in range(900))
             (folder / "text.jsonl").write_text("".join(lines))
             source = ("data.text=[]", f"data.jsonl=['{folder}/text.jsonl']", "data.field=body")
-            cache = (f"data.cache_dir='{folder}/cache'", f"data.batch_sequences={BATCH}")
+            cache = (f"data.cache_dir='{folder}/cache'", f"data.batch_sequences={BATCH}", "data.mask_documents=true")
             records = ("eval.every_steps=6", "metrics.every_steps=4")
             hand.island("a", *source, *cache, *records, *overrides)
             hand.island("b", *source, *cache, *records, "mesh.ranks=2")
