@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from coordinator.answers import Context, answers, to_bytes
+from coordinator.division import checked
 from coordinator.flow import IDLE_S, Flow, Heard
 from coordinator.fold import Part
 from coordinator.inbox import Stored, codecs_of, part_size, select
@@ -54,6 +55,7 @@ class _Push(NamedTuple):
     header: pb.PushHeader
     pieces: tuple[Piece, ...]
     codecs: tuple[Codec, ...]
+    places: tuple[str, ...]
 
     @property
     def slot(self) -> Slot:
@@ -246,7 +248,7 @@ class Bulk:
             files = run.store.files
             return Stored(pieces=pieces, codecs=codecs, path=path, digest=digest, files=files, checked=True)
 
-        return _receipt(await run.intake.contribute(place, keep, header.tokens, header.steps))
+        return _receipt(await run.intake.contribute(place, keep, header.tokens, header.steps, push.places))
 
     def _announced(self, header: pb.PushHeader) -> _Push:
         """Checks a header, so that no more is received than can be meant."""
@@ -267,7 +269,7 @@ class Bulk:
         expected = sum(codec.size(piece.box.numel) for piece, codec in zip(pieces, codecs, strict=True))
         if header.total_bytes != expected:
             raise Malformed(f"{header.total_bytes} bytes announced; {choice.name} of these pieces takes {expected}")
-        return _Push(header, tuple(pieces), codecs)
+        return _Push(header, tuple(pieces), codecs, checked(header.places, run.config.shards))
 
     async def _settled(self, push: _Push) -> Taken | None:
         """What becomes of a part that need not be sent: it does not count, or is known if it has the same digest.

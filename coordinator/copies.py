@@ -250,7 +250,7 @@ def _download(fs: Any, base: str, source: str, manifest: Path, store: Store) -> 
 def _restored(snapshot: Snapshot, epoch: int) -> Recovered:
     """The run as it stands in a snapshot, without islands."""
     config = snapshot.config
-    state = begin(config.rounds, config.merge.weights, Schedule.kept(config), epoch=epoch)
+    state = begin(config.rounds, config.merge.weights, Schedule.kept(config), config.shards, epoch=epoch)
     moved = zip(snapshot.outers, snapshot.rounds, strict=True)
     current = [Round(version=outer.version, round=ended) for outer, ended in moved][: len(state.rounds)]
     phase = Phase.RUNNING if any(snapshot.rounds) else Phase.GATHERING

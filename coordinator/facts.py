@@ -96,6 +96,23 @@ class Gone:
     dismissed: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Absent:
+    """The island has been away for so long that others take over its shards, until it comes back."""
+
+    island: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released:
+    """The island reads some `shards` no more; `places` are where it stood in those and others that it gave up."""
+
+    island: str
+    shards: tuple[int, ...] = ()
+    places: tuple[str, ...] = ()
+
+
 # -- the run --------------------------------------------------------------------------------------------------------
 
 
@@ -139,12 +156,14 @@ class Stopping:
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """A contribution counts in its round. `lag_s`: seconds after the round's first."""
+    """A contribution counts in its round. `lag_s`: seconds after the round's first. `places`: where its island stood
+    in its shards, where that is news."""
 
     fragment: int
     round: int
     entry: Entry
     lag_s: float = 0.0
+    places: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +177,7 @@ class Carried:
     factor: float
     reason: str
     lag_s: float = 0.0
+    places: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +226,8 @@ class Aborted:
 
 Ended = Committed | Skipped | Aborted
 Fact = (
-    Admitted | Suspected | Trusted | Draining | Gone | Planted | Moved | Paused | Resumed | Stopping | Accepted
-    | Carried | Dropped | Ended
+    Admitted | Suspected | Trusted | Draining | Gone | Absent | Released | Planted | Moved | Paused | Resumed | Stopping
+    | Accepted | Carried | Dropped | Ended
 )  # fmt: skip
 
 
@@ -216,8 +236,8 @@ Fact = (
 _KINDS: dict[str, type[Any]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Admitted, Suspected, Trusted, Draining, Gone, Planted, Moved, Paused, Resumed, Stopping, Accepted, Carried,
-        Dropped, Committed, Skipped, Aborted,
+        Admitted, Suspected, Trusted, Draining, Gone, Absent, Released, Planted, Moved, Paused, Resumed, Stopping,
+        Accepted, Carried, Dropped, Committed, Skipped, Aborted,
     )
 }  # fmt: skip
 
@@ -244,8 +264,7 @@ def decode(kind: str, body: dict[str, Any]) -> Fact:
             values["standing"] = Standing(values["standing"])
         if "phase" in values:
             values["phase"] = Phase(values["phase"])
-        if "active" in values:
-            values["active"] = tuple(values["active"])
+        values |= {name: tuple(values[name]) for name in ("active", "shards", "places") if name in values}
         fact: Fact = cls(**values)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"the ledger has a damaged fact of kind '{kind}': {error}") from error

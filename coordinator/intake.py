@@ -124,13 +124,16 @@ class Intake:
             return error.message
         return ""
 
-    async def contribute(self, place: Place, keep: Callable[[], Stored], tokens: int, steps: int) -> Taken:
+    async def contribute(
+        self, place: Place, keep: Callable[[], Stored], tokens: int, steps: int, places: tuple[str, ...] = ()
+    ) -> Taken:
         """Takes one rank's part of a contribution; its file goes unless the round keeps it.
 
         Args:
             place: where it belongs.
             keep: makes the part durable; called in the worker thread.
             tokens, steps: trained by the island since it adopted the fragment's anchor.
+            places: where it stood in its shards.
         """
         run = self._run
 
@@ -139,7 +142,7 @@ class Intake:
             stored = await run.in_worker(keep)
             failpoint("push-named")
             try:
-                taken = await run.in_turn(lambda: self._contribute(place, stored, tokens, steps))
+                taken = await run.in_turn(lambda: self._contribute(place, stored, tokens, steps, places))
             except DilocoError:
                 self._discard(stored)
                 raise
@@ -152,7 +155,9 @@ class Intake:
         if not self._run.inbox.holds(stored.path):
             stored.discard()
 
-    async def _contribute(self, place: Place, stored: Stored, tokens: int, steps: int) -> Taken:
+    async def _contribute(
+        self, place: Place, stored: Stored, tokens: int, steps: int, places: tuple[str, ...]
+    ) -> Taken:
         run, (island, epoch, rank, fragment, round_) = self._run, place
         rounds.member_of(run.state, island, epoch)
         late = rounds.lateness(run.state, fragment, round_)
@@ -173,7 +178,7 @@ class Intake:
 
         row = part_row(island, epoch, rank, fragment, round_, stored, tokens, steps)
         if inbound.coverage.completed_by(stored.pieces):
-            await run.take_in_turn(_contributed(place, tokens, steps), row, then)
+            await run.take_in_turn(_contributed(place, tokens, steps, places), row, then)
         else:
             await run.record([row])
             then()
@@ -230,6 +235,6 @@ class Intake:
         return bool(late and rounds.reception(state, slot.fragment, slot.round, slot.island))
 
 
-def _contributed(place: Place, tokens: int, steps: int) -> rounds.Contributed:
+def _contributed(place: Place, tokens: int, steps: int, places: tuple[str, ...] = ()) -> rounds.Contributed:
     entry = Entry(island=place.island, epoch=place.epoch, tokens=tokens, steps=steps)
-    return rounds.Contributed(fragment=place.fragment, round=place.round, entry=entry)
+    return rounds.Contributed(fragment=place.fragment, round=place.round, entry=entry, places=places)

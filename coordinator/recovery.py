@@ -70,7 +70,7 @@ def folded_row(fragment: int, round_: int, outer: Outer) -> tuple[str, dict[str,
 
 
 _STATE: TypeAdapter[state.State] = TypeAdapter(state.State)
-_SETTINGS = ("config", "weights", "schedule")
+_SETTINGS = ("config", "weights", "schedule", "shards")
 """Fields of `state.State` that follow from the run's settings."""
 
 
@@ -189,7 +189,7 @@ def recover(ledger: Ledger, config: RunConfig, root: Path, *, oldest: bool = Fal
 
 def replay(rows: Iterable[Row], config: RunConfig, root: Path, locate: Locate) -> Recovered:
     """Folds the rows of a ledger; the outer state is still missing (`Recovered.over`)."""
-    found = Recovered(state=state.begin(config.rounds, config.merge.weights, Schedule.kept(config)))
+    found = Recovered(state=state.begin(config.rounds, config.merge.weights, Schedule.kept(config), config.shards))
     for row in rows:
         found.fresh = False
         try:

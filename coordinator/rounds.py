@@ -21,6 +21,7 @@ from statistics import median
 
 from coordinator.facts import (
     Aborted,
+    Absent,
     Accepted,
     Admitted,
     Carried,
@@ -34,6 +35,7 @@ from coordinator.facts import (
     Paused,
     Phase,
     Planted,
+    Released,
     Resumed,
     Skipped,
     Standing,
@@ -71,6 +73,10 @@ class Beat:
     island: str
     epoch: int
     ready: bool
+    serial: int = 0
+    """Of what it reads now (`Division.serials`)."""
+    places: tuple[str, ...] = ()
+    """Where it stood in shards that it has given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +104,12 @@ class Progressed:
 
 @dataclass(frozen=True, kw_only=True)
 class Contributed:
-    """A contribution is complete and durable."""
+    """A contribution is complete and durable. `places`: where its island stood in its shards."""
 
     fragment: int
     round: int
     entry: Entry
+    places: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +252,11 @@ def _beat(state: State, event: Beat, now: float) -> tuple[State, list[Fact]]:
     member = member_of(state, event.island, event.epoch)
     lease, ready = now + state.config.lease_s, event.ready or member.ready
     state = with_member(state, replace(member, lease_until=lease, ready=ready))
-    return state, [Trusted(island=event.island)] if member.standing is Standing.SUSPECT else []
+    found: list[Fact] = [Trusted(island=event.island)] if member.standing is Standing.SUSPECT else []
+    division, island = state.division, event.island
+    owed = division.owes.get(island, ()) if event.serial == division.serials.get(island) else ()
+    places = division.news(event.places)
+    return state, found + ([Released(island=island, shards=owed, places=places)] if owed or places else [])
 
 
 def _progress(state: State, event: Progressed, now: float) -> State:
@@ -256,7 +267,7 @@ def _progress(state: State, event: Progressed, now: float) -> State:
 
 
 def _judge(state: State, event: Contributed, now: float) -> Accepted | Carried | Dropped:
-    entry, fragment = event.entry, event.fragment
+    entry, fragment, places = event.entry, event.fragment, state.division.news(event.places)
     member_of(state, entry.island, entry.epoch)
     current = state.rounds[fragment]
     reason = reception(state, fragment, event.round, entry.island)
@@ -264,7 +275,7 @@ def _judge(state: State, event: Contributed, now: float) -> Accepted | Carried |
         opened = current.opened_at if event.round == current.round else opened_at(state, fragment, event.round)
         lag = 0.0 if opened is None else now - opened
         if not reason:
-            return Accepted(fragment=fragment, round=event.round, entry=entry, lag_s=lag)
+            return Accepted(fragment=fragment, round=event.round, entry=entry, lag_s=lag, places=places)
         return Dropped(fragment=fragment, round=event.round, island=entry.island, reason=reason, lag_s=lag)
     past = _past(state, fragment, event.round)
     assert past is not None
@@ -279,6 +290,7 @@ def _judge(state: State, event: Contributed, now: float) -> Accepted | Carried |
         factor=factor,
         reason=why,
         lag_s=0.0 if past.opened_at is None else now - past.opened_at,
+        places=places,
     )
 
 
@@ -305,6 +317,21 @@ def _silent(state: State, now: float) -> list[Fact]:
             found.append(Gone(island=member.id, standing=Standing.LOST, reason=reason))
         elif member.standing is Standing.ACTIVE and now >= member.lease_until - lease / 2:
             found.append(Suspected(island=member.id, reason=f"no heartbeat for {lease / 2:g} s"))
+    return found + _away(state, now)
+
+
+def _away(state: State, now: float) -> list[Fact]:
+    """Islands that have been away for so long that others take over their shards."""
+    bound, found = state.shards.take_over_after_s, list[Fact]()
+    if not bound or state.phase is not Phase.RUNNING:
+        return found
+    for island in sorted(set(state.shards.weights) - set(state.division.absent)):
+        member = state.members.get(island)
+        if member is None and now >= state.running_since + bound:
+            found.append(Absent(island=island, reason=f"it has not come within {bound:g} s"))
+        elif member and not member.present and (member.dismissed or now >= member.lease_until + bound):
+            why = member.reason if member.dismissed else f"its lease has been over for {bound:g} s"
+            found.append(Absent(island=island, reason=why))
     return found
 
 

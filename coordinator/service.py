@@ -12,6 +12,7 @@ from coordinator.admission import LARGEST_WINDOW_BYTES
 from coordinator.answers import Context, answers, to_bytes
 from coordinator.bulk import Bulk
 from coordinator.desk import Desk, plain
+from coordinator.division import checked
 from coordinator.facts import Standing
 from coordinator.gate import Gate
 from coordinator.health import Health
@@ -101,14 +102,23 @@ class Service:
         """Renews a lease."""
         await self._beat(request)
         member = self._run.state.members[request.island_id]
-        return run_state(self._run, member.id, newcomer=member.standing is Standing.JOINING)
+        newcomer = member.standing is Standing.JOINING
+        return run_state(self._run, member.id, newcomer=newcomer, serial=request.serial)
 
     async def _beat(self, request: pb.HeartbeatRequest) -> None:
         self._run.lease(request.run_id, request.island_id, request.epoch)
         progress = self._run.progress[request.island_id]
         for name in ("step", "tokens", "tokens_per_second", "loss", "outer_loss", "mfu", "bytes_up", "bytes_down"):
             setattr(progress, name, getattr(request, name))
-        await self._run.take(rounds.Beat(island=request.island_id, epoch=request.epoch, ready=request.ready))
+        await self._run.take(
+            rounds.Beat(
+                island=request.island_id,
+                epoch=request.epoch,
+                ready=request.ready,
+                serial=request.serial,
+                places=checked(request.places, self._run.config.shards),
+            )
+        )
 
     @answers
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:

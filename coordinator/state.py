@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from coordinator.division import Division, divide, first
 from coordinator.facts import (
     Aborted,
+    Absent,
     Accepted,
     Admitted,
     Carried,
@@ -20,6 +22,7 @@ from coordinator.facts import (
     Paused,
     Phase,
     Planted,
+    Released,
     Resumed,
     Skipped,
     Standing,
@@ -28,6 +31,7 @@ from coordinator.facts import (
     Trusted,
 )
 from diloco.config import RoundsConfig, Weighting
+from diloco.config_tokenizer import ShardsConfig
 from diloco.schedule import Schedule
 
 REMEMBERED = 16
@@ -120,7 +124,11 @@ class State:
     config: RoundsConfig
     weights: Weighting
     schedule: Schedule
+    shards: ShardsConfig = field(default_factory=ShardsConfig)
+    division: Division = field(default_factory=Division)
     phase: Phase = Phase.GATHERING
+    running_since: float = 0.0
+    """When the run started, or this life of the coordinator did."""
     seeded: bool = False
     seeder: str = ""
     paused: str = ""
@@ -133,10 +141,26 @@ class State:
     rounds: tuple[Round, ...] = ()
 
 
-def begin(config: RoundsConfig, weights: Weighting, schedule: Schedule, *, epoch: int = 0) -> State:
+def begin(
+    config: RoundsConfig,
+    weights: Weighting,
+    schedule: Schedule,
+    shards: ShardsConfig | None = None,
+    *,
+    epoch: int = 0,
+) -> State:
     """The state of a run that nobody has joined; epochs begin above `epoch`."""
-    rounds = tuple(Round() for _ in schedule.offsets)
-    return State(config=config, weights=weights, schedule=schedule, rounds=rounds, last_epoch=epoch)
+    rounds, shards = tuple(Round() for _ in schedule.offsets), shards or ShardsConfig()
+    division = first(shards, epoch + 1)
+    return State(
+        config=config,
+        weights=weights,
+        schedule=schedule,
+        shards=shards,
+        division=division,
+        rounds=rounds,
+        last_epoch=epoch,
+    )
 
 
 def apply(state: State, fact: Fact, now: float) -> State:
@@ -152,13 +176,19 @@ def apply(state: State, fact: Fact, now: float) -> State:
             return elect(_stand(state, fact.island, Standing.DRAINING, fact.reason))
         case Gone():
             member = replace(state.members[fact.island], ready=False, dismissed=fact.dismissed)
-            return elect(_stand(with_member(state, member), fact.island, fact.standing, fact.reason))
+            return _divided(elect(_stand(with_member(state, member), fact.island, fact.standing, fact.reason)))
+        case Absent():
+            absent = tuple(sorted({*state.division.absent, fact.island}))
+            return _divided(replace(state, division=replace(state.division, absent=absent)))
+        case Released():
+            division = state.division.at(fact.places).without(fact.island, fact.shards)
+            return _divided(replace(state, division=division))
         case Planted():
             return replace(state, seeded=True, seeder="")
         case Moved():
             for island in fact.active:
                 state = _stand(state, island, Standing.ACTIVE)
-            return replace(state, phase=fact.phase)
+            return replace(state, phase=fact.phase, running_since=now)
         case Paused():
             return replace(state, paused=fact.reason, paused_at=now)
         case Resumed():
@@ -191,7 +221,7 @@ def revive(state: State, now: float) -> State:
         quorum = now if current.opened_at is not None and len(current.entries) >= state.config.quorum else None
         opened = None if current.opened_at is None else now
         state = with_round(state, fragment, replace(current, past=past, opened_at=opened, quorum_at=quorum))
-    return replace(state, stopping="", paused_at=now)
+    return replace(state, stopping="", paused_at=now, running_since=now)
 
 
 # -- one fact ---------------------------------------------------------------------------------------------------------
@@ -209,7 +239,9 @@ def _admit(state: State, fact: Admitted, now: float) -> State:
         dropped=old.dropped if old else 0,
     )
     seeder = "" if state.seeder == fact.island else state.seeder
-    return elect(_bounded(replace(with_member(state, member), last_epoch=fact.epoch, seeder=seeder)))
+    here = tuple(island for island in state.division.absent if island != fact.island)
+    state = replace(state, last_epoch=fact.epoch, seeder=seeder, division=replace(state.division, absent=here))
+    return elect(_divided(_bounded(with_member(state, member))))
 
 
 def _accept(state: State, fact: Accepted, now: float) -> State:
@@ -217,7 +249,7 @@ def _accept(state: State, fact: Accepted, now: float) -> State:
     entries = {**current.entries, entry.island: entry}
     quorum = now if len(entries) == state.config.quorum else current.quorum_at
     current = replace(_opened(current, now), entries=entries, quorum_at=quorum, lag_s=max(current.lag_s, fact.lag_s))
-    return with_round(_settled_in(state, entry.island), fact.fragment, current)
+    return with_round(_at(_settled_in(state, entry.island), fact.places), fact.fragment, current)
 
 
 def _carry(state: State, fact: Carried) -> State:
@@ -235,7 +267,7 @@ def _carry(state: State, fact: Carried) -> State:
         for p in current.past
     )
     current = replace(current, carried={**current.carried, f"{island}@{fact.round}": late}, past=past)
-    return with_round(_settled_in(state, island), fact.fragment, current)
+    return with_round(_at(_settled_in(state, island), fact.places), fact.fragment, current)
 
 
 def _drop(state: State, fact: Dropped, now: float) -> State:
@@ -277,6 +309,16 @@ def elect(state: State) -> State:
     if state.seeded or state.seeder in able:
         return state
     return replace(state, seeder=able[0] if able else "")
+
+
+def _divided(state: State) -> State:
+    """The state where shards that can move have moved."""
+    present = {m.id for m in state.members.values() if m.present}
+    return replace(state, division=divide(state.division, state.shards, present))
+
+
+def _at(state: State, places: tuple[str, ...]) -> State:
+    return replace(state, division=state.division.at(places)) if places else state
 
 
 def with_member(state: State, member: Member) -> State:

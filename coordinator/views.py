@@ -15,18 +15,25 @@ from diloco.v1 import coordinator_pb2 as pb
 UINT64 = 2**64 - 1
 
 
-def run_state(run: Run, island: str = "", *, newcomer: bool = False) -> pb.RunState:
-    """How a run stands. To an `island` also what it is to do, and where it takes up the run if it is a `newcomer`."""
+def run_state(run: Run, island: str = "", *, newcomer: bool = False, serial: int = 0) -> pb.RunState:
+    """How a run stands. To an `island` also what it is to do, where it takes up the run if it is a `newcomer`, and what
+    it is to read, if that is other than under `serial`."""
     directive, why = rounds.directive(run.state, island) if island else ("", "")
+    division = run.state.division
+    now, awaited = division.serials.get(island, 0), division.awaited(run.config.shards, island)
+    reason = f"waiting for {awaited} shards that other islands still read" if awaited else ""
     return pb.RunState(
         phase=run.state.phase,
-        reason=phase_reason(run.state),
+        reason=phase_reason(run.state) or reason,
         fragments=[_fragment(run, fragment.index) for fragment in run.fragments if not fragment.elsewhere],
         seeder=run.state.seeder,
         step=run.step if newcomer else 0,
         directive=directive,
         directive_reason=why,
         paused=run.state.paused,
+        serial=now,
+        shards=division.told(island) if now != serial else [],
+        shards_awaited=awaited,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from coordinator.facts import (
     Aborted,
+    Absent,
     Admitted,
     Carried,
     Committed,
@@ -17,6 +18,7 @@ from coordinator.facts import (
     Moved,
     Paused,
     Phase,
+    Released,
     Resumed,
     Skipped,
     Standing,
@@ -83,6 +85,10 @@ def announce(fact: Fact) -> tuple[int, str] | None:
         case Gone():
             level = logging.INFO if fact.standing is Standing.LEFT else logging.WARNING
             return level, f"island {fact.island} is {fact.standing}: {fact.reason}"
+        case Absent():
+            return logging.WARNING, f"the shards of island {fact.island} are taken over: {fact.reason}"
+        case Released() if fact.shards:
+            return logging.INFO, f"island {fact.island} has given up {len(fact.shards)} shards"
         case Moved():
             return logging.INFO, f"the run is {fact.phase}: {fact.reason}"
         case Paused() | Resumed() | Stopping():
@@ -101,6 +107,10 @@ def explain(state: State, now: float, fragment: int | None = None) -> Iterator[s
     for member in sorted(state.members.values(), key=lambda m: m.id):
         if member.standing in (Standing.SUSPECT, Standing.DRAINING, Standing.LOST, Standing.LEFT):
             yield f"Island {member.id} is {member.standing}: {member.reason}."
+    for island in state.division.absent:
+        yield f"The shards of island {island} are taken over until it comes back."
+    for island, shards in state.division.owes.items():
+        yield f"Island {island} has yet to give up {len(shards)} shards that are another island's again."
 
 
 def _round(state: State, fragment: int, now: float) -> Iterator[str]:

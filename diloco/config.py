@@ -322,6 +322,11 @@ class RunConfig(Settings):
                 f"({self.rounds.start_islands}), so a run that starts could never commit: "
                 f"set rounds.quorum={self.rounds.start_islands} or rounds.start_islands={self.rounds.quorum}"
             )
+        if self.shards.take_over_after_s and self.run.coordinator_count > 1:
+            raise ValueError(
+                f"shards.take_over_after_s ({self.shards.take_over_after_s:g}) needs one coordinator that knows who is "
+                f"absent, and run.coordinators names {self.run.coordinator_count}: name one, or set it to 0"
+            )
         if self.run.coordinator_count > self.sync.fragments:
             raise ValueError(
                 f"run.coordinators ({self.run.coordinator_count} of them) are more than sync.fragments "

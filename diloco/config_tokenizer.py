@@ -47,12 +47,21 @@ class ShardsConfig(Settings):
     islands: tuple[Annotated[str, Field(pattern=WEIGHTED)], ...] = ()
     """Islands among which the shards are divided, each as NAME or NAME:WEIGHT with a weight of 1 to 999. Who is not
     named reads what its `data.take_over` names."""
+    take_over_after_s: Annotated[float, Field(ge=0)] = 0.0
+    """An island whose lease has been over for so long has its shards taken over by the other islands that are named,
+    as if it were not in the list, until it comes back (`docs/data.md`); so has one that has not come so long after the
+    run's start, and at once one that is kicked. 0: nobody takes over by himself."""
 
     @model_validator(mode="after")
     def _fits(self) -> ShardsConfig:
         if self.islands and not self.count:
             raise ValueError(
                 f"shards.islands divides nothing with shards.count=0: set shards.count={100 * len(self.islands)}"
+            )
+        if self.take_over_after_s and not self.islands:
+            raise ValueError(
+                f"shards.take_over_after_s ({self.take_over_after_s:g}) needs islands that take over: name them in "
+                "shards.islands, or set it to 0"
             )
         if len(self.weights) < len(self.islands):
             raise ValueError("shards.islands names an island twice: give it one entry, NAME:WEIGHT")

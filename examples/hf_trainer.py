@@ -43,5 +43,7 @@ with tempfile.TemporaryDirectory() as folder, DiLoCoCallback(address, island_id=
     trainer = Trainer(model, arguments, train_dataset=rows[64:], eval_dataset=rows[:64], callbacks=[callback])
     trainer.train()
     assert callback.site
-    print(f"{name}: step {callback.site.at_step}, held-out loss {trainer.evaluate()['eval_loss']:.4f}")
-    print(f"{name}: digests {' '.join(callback.site.digests())}")
+    loss, digests = trainer.evaluate()["eval_loss"], " ".join(callback.site.digests())  # all ranks together
+    if trainer.is_world_process_zero():
+        print(f"{name}: step {callback.site.at_step}, held-out loss {loss:.4f}")
+        print(f"{name}: digests {digests}")

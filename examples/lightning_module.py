@@ -3,6 +3,8 @@
 pip install 'diloco[lightning]'
 diloco coordinator examples/run.toml --state state --listen 127.0.0.1:7000
 python examples/lightning_module.py 127.0.0.1:7000 tokyo
+
+On several GPUs Lightning starts a process for each.
 """
 
 import sys
@@ -51,5 +53,7 @@ trainer = lightning.Trainer(
 )
 trainer.fit(Flip(), data, held_out)
 assert callback.site
-print(f"{name}: step {callback.site.at_step}, held-out loss {trainer.callback_metrics['held_out']:.4f}")
-print(f"{name}: digests {' '.join(callback.site.digests())}")
+digests = " ".join(callback.site.digests())  # all ranks together
+if trainer.is_global_zero:
+    print(f"{name}: step {callback.site.at_step}, held-out loss {trainer.callback_metrics['held_out']:.4f}")
+    print(f"{name}: digests {digests}")

@@ -115,8 +115,29 @@ class IslandConfig(Settings):
                 f"data.batch_sequences ({batch}) must be a multiple of {least}, the product of {', '.join(parts)}: "
                 f"set data.batch_sequences={batch + least - batch % least}"
             )
+        self._check_documents()
         self._check_nodes()
         return self
+
+    def _check_documents(self) -> None:
+        """Raises `ValueError` where documents are to be masked and the mesh or the kernel cannot."""
+        if not self.data.mask_documents:
+            return
+        for name, why in (
+            ("tensor", "cuts what a block takes, and a mask of documents is whole"),
+            ("pipeline", "hands stages the residual stream, which does not say where documents end"),
+            ("context", "cuts sequences, and a part does not say where its first document began"),
+        ):
+            if (degree := getattr(self.mesh, name)) > 1:
+                raise ValueError(
+                    f"mesh.{name} ({degree}) {why} (data.mask_documents): "
+                    f"set mesh.{name}=1 or data.mask_documents=false"
+                )
+        if self.memory.attention == "flash":
+            raise ValueError(
+                "memory.attention 'flash' takes no mask, and data.mask_documents makes one: set memory.attention="
+                "efficient or data.mask_documents=false"
+            )
 
     def _check_nodes(self) -> None:
         """Raises `ValueError` where some number of nodes that may train cannot."""

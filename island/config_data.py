@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from diloco.settings import NonNegative, Positive, Seconds, Settings
+from diloco.shards import PLACE
 
-PLACE = r"^[0-9]+(@[0-9]+:[0-9]+(:[0-9]+:[0-9]+)?)?$"
 SOURCES = ("text", "jsonl", "parquet", "tokens", "dataset")
 
 
@@ -46,6 +46,11 @@ class DataConfig(Settings):
     take_over: tuple[Annotated[str, Field(pattern=PLACE)], ...] = ()
     """Shards that this island reads too, or from another place: SHARD, or SHARD@EPOCH:VISITS to go on behind so many
     sequences of an epoch. The records of an island and `docs/data.md` say how such places are found."""
+    mask_documents: bool = False
+    """Whether attention stays within a document, and positions begin anew with each: what a model learns of a text then
+    does not depend on what was packed before it. Off, a sequence is one text, and attention takes the kernel that needs
+    no mask, which is the fastest. It needs a tokenizer with an end token (`tokenizer.kind = "hf"`). Have it alike on
+    all islands: they then train for the same loss."""
     held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
     """Share of the text that no island trains on; the outer parameters are evaluated on it."""
     batch_sequences: Positive = 16

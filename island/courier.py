@@ -97,14 +97,28 @@ class Courier:
         )
 
     def exchange(
-        self, fragment: int, round_: int, base_version: int, staged: Staged, tokens: int, steps: int
+        self,
+        fragment: int,
+        round_: int,
+        base_version: int,
+        staged: Staged,
+        tokens: int,
+        steps: int,
+        places: Sequence[str] = (),
     ) -> pb.FetchHeader:
         """Contributes to a round, waits for it to end, and moves the anchors of the owned pieces."""
-        self.contribute(fragment, round_, base_version, staged, tokens, steps)
+        self.contribute(fragment, round_, base_version, staged, tokens, steps, places)
         return self.fetch_update(fragment, round_)
 
     def contribute(
-        self, fragment: int, round_: int, base_version: int, staged: Staged, tokens: int, steps: int
+        self,
+        fragment: int,
+        round_: int,
+        base_version: int,
+        staged: Staged,
+        tokens: int,
+        steps: int,
+        places: Sequence[str] = (),
     ) -> None:
         """Sends this rank's part of a contribution.
 
@@ -112,6 +126,7 @@ class Courier:
             staged: local parameters of the owned pieces, as `Replica.stage` gives them; used up.
             tokens: tokens the island trained since it adopted the fragment's anchor.
             steps: inner steps since then.
+            places: where the island stood in its shards; the same on all ranks.
 
         Raises:
             DivergedError: a pseudo-gradient that is not finite. What was sent has no end, and counts for nothing.
@@ -124,6 +139,7 @@ class Courier:
             return
         header = self._header(fragment, owned, up.id, up.version)
         header.round, header.base_version, header.tokens, header.steps = round_, base_version, tokens, steps
+        header.places.extend(places)
         header.total_bytes = self._replica.contribution_size(fragment)
         first = fragment not in self._pushed  # an earlier process may have sent some of the same bytes
         self._pushed.add(fragment)

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from diloco.errors import DeadlineExceeded, DilocoError, Dismissed, RunMismatch, StaleEpoch, Unreachable
 from diloco.failpoints import failpoint
@@ -52,6 +52,9 @@ class Heart:
         """Whether the anchors are loaded."""
         self.rounds: tuple[int, ...] = ()
         """Rounds of each fragment whose end the island knows of."""
+        self.told: tuple[int, tuple[str, ...]] = 0, ()
+        """Serial and shards of what the island is to read, as last heard; (0, ()) where nobody says it."""
+        self._given_up: tuple[str, ...] = ()
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._thread.start()
 
@@ -66,6 +69,12 @@ class Heart:
                 self._recent.popleft()
             (begin, first), (end, last) = self._recent[0], self._recent[-1]
             self._beat.tokens_per_second = (last - first) / (end - begin) if end > begin else 0.0
+
+    def obey(self, serial: int, given_up: Sequence[str] = ()) -> None:
+        """The island reads what it is told under `serial`, and gave up shards at places that go out until answered."""
+        with self._lock:
+            self._beat.serial = serial
+            self._given_up = tuple(given_up) or self._given_up
 
     @property
     def tokens_per_second(self) -> float:
@@ -98,8 +107,9 @@ class Heart:
         if self._fatal:
             raise self._fatal
         begun, known = self._clock(), self.rounds
+        message = self._message()
         try:
-            state = self._link.heartbeat(self._message(), self._timeout_s)
+            state = self._link.heartbeat(message, self._timeout_s)
         except (Unreachable, DeadlineExceeded):
             if self._silent_since is None:
                 self._silent_since = begun
@@ -111,6 +121,11 @@ class Heart:
             raise
         self._silent_since = None
         self.directive_reason, self.directive = state.directive_reason, state.directive
+        with self._lock:
+            if self._given_up == tuple(message.places):
+                self._given_up = ()
+            if state.serial > self.told[0] and state.serial != message.serial:
+                self.told = state.serial, tuple(state.shards)
         if any(f.round < known[f.fragment] for f in state.fragments[: len(known)]):
             self._fatal = StaleEpoch("the coordinator is back at an earlier state of the run")
             raise self._fatal
@@ -142,6 +157,7 @@ class Heart:
         with self._lock:
             message = pb.HeartbeatRequest()
             message.CopyFrom(self._beat)
+            message.places.extend(self._given_up)
         message.ready = self.ready
         return message
 

@@ -216,6 +216,8 @@ class Keeping:
             state = seat.reply.state
             if state.phase == "gathering" or state.directive == "leave":
                 return f"the run is {state.directive_reason or state.phase}"
+            if state.serial != (self.kept("holding") or {}).get("serial", 0):
+                return "its shards have been divided anew"
             known = {c.fragment: set(c.rounds) for c in seat.reply.contributed}
             for now in state.fragments:
                 fragment, round_ = now.fragment, kept["positions"][now.fragment][1]
@@ -294,7 +296,8 @@ class Keeping:
         sent.there.set()
         self._sent[key] = sent
         version = self._replica.position[fragment].version
-        site.flights[key] = seat.pool.submit(seat.courier.exchange, *key, version, staged, tokens, steps)
+        places = self.kept("data")["places"] if self.kept("holding") else ()  # by now it is at least there
+        site.flights[key] = seat.pool.submit(seat.courier.exchange, *key, version, staged, tokens, steps, places)
 
     def _take_inner(self) -> None:
         """Loads parameters (where the island goes on exactly), inner optimizer, extras and random state."""

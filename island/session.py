@@ -166,6 +166,10 @@ class Session(Site):
         """Takes a metric: its kind, and scalars by name."""
         self.progressed: Callable[[], None] = _no_record
         """Called after every update that was applied."""
+        self.places: Callable[[], Sequence[str]] = tuple
+        """Where the island stands in its shards, where the coordinator is to know; called on all ranks."""
+        self.serial = 0
+        """Of the shards that the coordinator has it read (`Holding`); 0 where it does not say."""
         self.at_step = 0
         """Inner step of the run at which this island stands."""
         self.tokens = 0
@@ -248,7 +252,7 @@ class Session(Site):
                 seat.heart.ready = True
         step = self.at_step if any(seat.at_home for seat in self._seats) else 0
         for seat in fresh:
-            state = seat.lease.until(lambda s: s.phase != "gathering", lambda _: None)
+            state = seat.lease.until(lambda s: s.phase != "gathering" and not s.shards_awaited, lambda _: None)
             if self._sent_away(state):
                 return
             step = max(step, state.step)
@@ -433,7 +437,7 @@ class Session(Site):
         tokens, steps = self.adopted[fragment]
         since = sum(row[0] for row in self._group.numbers([self.tokens - tokens]))
         position, seat = self.replica.position[fragment], self._seats.of(fragment)
-        work = fragment, round_, position.version, staged, since, self.at_step - steps
+        work = fragment, round_, position.version, staged, since, self.at_step - steps, self.places()
         exchange = partial(seat.courier.exchange, *work)
         self.flights[fragment, round_] = seat.pool.submit(
             self.keeping.exchanging((fragment, round_), staged, since, self.at_step - steps, exchange)

@@ -7,12 +7,16 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from diloco.config import RunConfig
 from diloco.errors import DivergedError
 from island.config import IslandConfig
 from island.data import Batches, Packed, Stream
 from island.group import Group
+from island.holding import Holding
 from island.metrics import Metrics
 from island.optimizers import build, set_rates
 from island.pace import Pace
@@ -38,6 +42,7 @@ class Trainer:
     batches: Batches
     metrics: Metrics
     site: Session | None
+    holding: Holding | None = None
     pace: Pace
     stop: Callable[[], bool]
 
@@ -51,12 +56,14 @@ class Trainer:
         optimizer = build(engine.model, inner)
         every = self.island.metrics.every_steps
         evaluate = self.island.eval.every_steps
-        if self.site:
-            self.site.attach(optimizer, data=lambda: self.batches.together(group).to_json())
+        self._attach(optimizer, group)
         tokens = step = 0
         while (step := self.site.at_step if self.site else step) < steps:
-            if any(row[0] for row in group.numbers([self.stop()])):
+            rows = group.numbers([self.stop(), self.holding.heard() if self.holding else 0])
+            if any(row[0] for row in rows):
                 return ASKED
+            if self.holding and rows[0][1]:
+                self.holding.turn(self.batches)
             step += 1
             set_rates(optimizer, step, steps, inner)
             inputs, targets = self.batches.next()
@@ -76,6 +83,17 @@ class Trainer:
             if evaluate and step % evaluate == 0:
                 self._evaluate(step, tokens * engine.data_ranks, group)
         return FINISHED
+
+    def _attach(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
+        """Has the site keep what this loop has a state of, and tell where it stands in its data."""
+        if not self.site:
+            return
+        kept: dict[str, Callable[[], Any]] = {"data": lambda: self.batches.together(group).to_json()}
+        holding = self.holding
+        if holding and holding.on:
+            kept["holding"] = holding.to_json
+            self.site.places = lambda: holding.places(self.batches)
+        self.site.attach(optimizer, **kept)
 
     def _finite(self, loss: float, step: int) -> bool:
         """Whether the loss is worth a record. With a site, the site has gone back to its anchors where not."""

@@ -18,13 +18,14 @@ from diloco.errors import DilocoError, ExitCode, exit_code
 from diloco.settings import to_toml
 from island import mesh
 from island.config import PROGRESS, IslandConfig, check_code, load_island
-from island.data import Cursor, check_shards, open_batches, open_data
+from island.data import Cursor, check_shards, document_end, open_batches, open_data
 from island.group import Group
+from island.holding import Holding
 from island.link import Link
 from island.metrics import JsonLines, Metrics, Sink, Wandb
 from island.pace import Pace
 from island.parallel import assemble
-from island.session import join
+from island.session import Session, join
 from island.trainer import ASKED, FINISHED, Trainer
 
 log = logging.getLogger("diloco.island")
@@ -89,7 +90,8 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
     check_code(run, island.code)
     text = open_data(config.data, run.model, run.tokenizer)
     check_shards(text, run, config)
-    engine = assemble(run, config.mesh, config.memory, device)
+    end = document_end(config.data, run.model, run.tokenizer)
+    engine = assemble(run, config.mesh, config.memory, device, document_end=end)
     with (
         Metrics(_sinks(config, run) if group.rank == 0 else [], config.metrics.queue_records) as metrics,
         join(
@@ -111,7 +113,8 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             run,
             config,
             step=site.at_step,
-            cursor=Cursor.from_json(site.kept("data")) if site.kept("data") else None,
+            cursor=(holding := Holding(site, run, group)).first(_kept_cursor(site)),
+            held=holding.on,
             rank=engine.data_rank,
             ranks=engine.data_ranks,
             pin=device.type == "cuda",
@@ -128,6 +131,7 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
             batches=batches,
             metrics=metrics,
             site=site,
+            holding=holding,
             pace=Pace.of(engine.model, run.model, device, group.size, config.metrics.peak_tflops, time.monotonic),
             stop=lambda: departure.asked,
         )
@@ -154,6 +158,12 @@ def work(config: IslandConfig, departure: Departure, progress: Path) -> int:
     dist.destroy_process_group()
     others_left = reason == ASKED and not departure.asked
     return ExitCode.RESIZED if others_left else ExitCode.OK
+
+
+def _kept_cursor(site: Session) -> Cursor | None:
+    """Where the checkpoint that the island goes on with stands in its data."""
+    kept = site.kept("data")
+    return Cursor.from_json(kept) if kept else None
 
 
 def _served_run(config: IslandConfig) -> bytes:

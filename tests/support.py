@@ -91,7 +91,7 @@ class Play:
             f"rounds.start_islands={max(1, len(islands))}",
             *overrides,
         )
-        self.state = begin(config.rounds, config.merge.weights, Schedule.of(config))
+        self.state = begin(config.rounds, config.merge.weights, Schedule.of(config), config.shards)
         self.clock = Clock(100.0)
         self.facts: list[Fact] = []
         """All facts that followed from the last event."""

@@ -67,7 +67,7 @@ def test_two_islands_end_with_the_same_bits(tmp_path: Path, first: list[str], se
             for how, name in ((first, "tokyo"), (second, "oslo"))
         ]
         outputs = [ends(island) for island in islands]
-        found = [re.findall(r"^\w+: digests (.*)$", output, re.MULTILINE)[0] for output in outputs]
-        assert found == [" ".join(digests(host))] * 2, outputs
+        found = [re.findall(r"^\w+: digests (.*)$", output, re.MULTILINE) for output in outputs]
+        assert found == [[" ".join(digests(host))]] * 2, outputs
         losses = [float(re.findall(r"step 60, held-out loss ([\d.]+)", output)[0]) for output in outputs]
     assert max(losses) < (5.4 if "hf_trainer" in first else 0.9), outputs

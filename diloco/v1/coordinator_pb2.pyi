@@ -246,6 +246,8 @@ class HeartbeatRequest(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     OUTER_LOSS_FIELD_NUMBER: _builtins.int
     MFU_FIELD_NUMBER: _builtins.int
+    SERIAL_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     island_id: _builtins.str
     epoch: _builtins.int
@@ -266,6 +268,12 @@ class HeartbeatRequest(_message.Message):
     """Latest loss of the outer parameters on held-out text, in nats per token; NaN where there is none."""
     mfu: _builtins.float
     """Share of its devices' peak FLOP/s that the island's training makes (MFU); 0 where the peak is not known."""
+    serial: _builtins.int
+    """Serial of the shards that it reads (RunState.serial); 0 before it reads any."""
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where it stood in the shards that it gave up for that, until that is answered."""
+
     def __init__(
         self,
         *,
@@ -281,10 +289,12 @@ class HeartbeatRequest(_message.Message):
         ready: _builtins.bool = ...,
         outer_loss: _builtins.float = ...,
         mfu: _builtins.float = ...,
+        serial: _builtins.int = ...,
+        places: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "epoch", b"epoch", "island_id", b"island_id", "loss", b"loss", "mfu", b"mfu", "outer_loss", b"outer_loss", "ready", b"ready", "run_id", b"run_id", "step", b"step", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "epoch", b"epoch", "island_id", b"island_id", "loss", b"loss", "mfu", b"mfu", "outer_loss", b"outer_loss", "places", b"places", "ready", b"ready", "run_id", b"run_id", "serial", b"serial", "step", b"step", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -302,6 +312,9 @@ class RunState(_message.Message):
     DIRECTIVE_FIELD_NUMBER: _builtins.int
     DIRECTIVE_REASON_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    SERIAL_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    SHARDS_AWAITED_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """"gathering" (waiting for first parameters or islands), "running" or "done"."""
     reason: _builtins.str
@@ -318,8 +331,16 @@ class RunState(_message.Message):
     """Why, in words."""
     paused: _builtins.str
     """Why the run is paused; empty where it is not."""
+    serial: _builtins.int
+    """Grows whenever the shards that the island is to read change; 0 where the run has nobody take over."""
+    shards_awaited: _builtins.int
+    """Shards that it gets once others have given them up."""
     @_builtins.property
     def fragments(self) -> _containers.RepeatedCompositeFieldContainer[Global___FragmentState]: ...
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where `serial` is not that of the heartbeat: the shards that it is to read, each with the place to begin at."""
+
     def __init__(
         self,
         *,
@@ -331,10 +352,13 @@ class RunState(_message.Message):
         directive: _builtins.str = ...,
         directive_reason: _builtins.str = ...,
         paused: _builtins.str = ...,
+        serial: _builtins.int = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+        shards_awaited: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directive", b"directive", "directive_reason", b"directive_reason", "fragments", b"fragments", "paused", b"paused", "phase", b"phase", "reason", b"reason", "seeder", b"seeder", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directive", b"directive", "directive_reason", b"directive_reason", "fragments", b"fragments", "paused", b"paused", "phase", b"phase", "reason", b"reason", "seeder", b"seeder", "serial", b"serial", "shards", b"shards", "shards_awaited", b"shards_awaited", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -801,6 +825,7 @@ class PushHeader(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     FIRST_BYTE_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     island_id: _builtins.str
     epoch: _builtins.int
@@ -826,6 +851,12 @@ class PushHeader(_message.Message):
     def pieces(self) -> _containers.RepeatedCompositeFieldContainer[Global___Piece]:
         """The rank's pieces, in the order of the payload."""
 
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where the island stood in its shards when it made the contribution, SHARD@EPOCH:VISITS each or with
+        :DOCUMENTS:OFFSET. The same from all its ranks; none where the run has nobody take over.
+        """
+
     def __init__(
         self,
         *,
@@ -844,10 +875,11 @@ class PushHeader(_message.Message):
         tokens: _builtins.int = ...,
         steps: _builtins.int = ...,
         first_byte: _builtins.int = ...,
+        places: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "codec_id", b"codec_id", "codec_version", b"codec_version", "epoch", b"epoch", "first_byte", b"first_byte", "fragment", b"fragment", "island_id", b"island_id", "pieces", b"pieces", "rank", b"rank", "round", b"round", "run_id", b"run_id", "seed", b"seed", "steps", b"steps", "tokens", b"tokens", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "codec_id", b"codec_id", "codec_version", b"codec_version", "epoch", b"epoch", "first_byte", b"first_byte", "fragment", b"fragment", "island_id", b"island_id", "pieces", b"pieces", "places", b"places", "rank", b"rank", "round", b"round", "run_id", b"run_id", "seed", b"seed", "steps", b"steps", "tokens", b"tokens", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

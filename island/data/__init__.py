@@ -4,11 +4,11 @@ Which rows an island reads is a function of the settings, the seed and a `Cursor
 `packing` for what a sequence is, and `shards` for who reads what.
 """
 
-from island.data.corpus import check_shards, open_batches, open_data, packed_text
-from island.data.cursor import Cursor, Place, merge
+from diloco.shards import Place, assign
+from island.data.corpus import check_shards, document_end, open_batches, open_data, packed_text
+from island.data.cursor import Cursor, merge
 from island.data.loader import Batches
 from island.data.packing import Packed
-from island.data.shards import assign
 from island.data.streams import Stream
 from island.data.tokenizers import Bytes, HuggingFace, Tokenizer, check_vocabulary, named
 
@@ -24,6 +24,7 @@ __all__ = [
     "assign",
     "check_shards",
     "check_vocabulary",
+    "document_end",
     "merge",
     "named",
     "open_batches",

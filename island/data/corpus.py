@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diloco.config import ModelConfig, RunConfig
 from diloco.config_tokenizer import TokenizerConfig
+from diloco.errors import ConfigError
 from island.config import IslandConfig
 from island.config_data import DataConfig
 from island.data.cache import tokenised
@@ -36,6 +37,28 @@ def open_data(data: DataConfig, model: ModelConfig, tokenizer: TokenizerConfig) 
     return Packed(parts, sequence_length=model.sequence_length, held_out=data.held_out, vocabulary=vocabulary)
 
 
+def document_end(data: DataConfig, model: ModelConfig, tokenizer: TokenizerConfig) -> int | None:
+    """The token that ends a document, where an island's attention is to stay within documents; else None.
+
+    Raises:
+        ConfigError: the tokenizer has no such token, or the model cannot do it.
+        InputError, EnvironmentFault: the tokenizer cannot be loaded.
+    """
+    if not data.mask_documents:
+        return None
+    if not model.ours:
+        raise ConfigError(
+            f"data.mask_documents gives a model a mask of documents, and model.source is {model.source!r}, of which it "
+            "is not known how it takes one: set data.mask_documents=false or model.source=decoder"
+        )
+    if tokenizer.kind == "bytes":
+        raise ConfigError(
+            "data.mask_documents finds documents by their end token, and tokenizer.kind 'bytes' has an empty line, "
+            "which documents have within them too: set data.mask_documents=false or tokenizer.kind=hf"
+        )
+    return int(load(tokenizer, model.vocab_size, data.tokenizer).separator[-1])
+
+
 def check_shards(source: Packed | Stream, run: RunConfig, island: IslandConfig) -> None:
     """Finds out early whether an island has shards, and a batch in them.
 
@@ -57,6 +80,7 @@ def open_batches(
     rank: int = 0,
     ranks: int = 1,
     pin: bool = False,
+    held: bool = False,
 ) -> Batches:
     """The batches of one rank of an island.
 
@@ -67,11 +91,14 @@ def open_batches(
         rank: which share of every batch.
         ranks: shares.
         pin: for copies to a GPU.
+        held: the cursor has just the shards that the coordinator has the island read.
 
     Raises:
         ConfigError, InputError: there are no shards for it, or too little data in them.
     """
     shards, first = first_cursor(run.shards, island.data, island.island.id, step, cursor)
+    if held and cursor:
+        first = cursor
     return Batches(source, first, shards=shards, seed=run.run.seed, data=island.data, rank=rank, ranks=ranks, pin=pin)
 
 

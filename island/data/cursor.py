@@ -7,43 +7,12 @@ batch, the number of ranks and the number of workers; and a shard that is taken 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.errors import InputError
-from island.config_data import PLACE
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where the reader of one shard stands."""
-
-    shard: int
-    epoch: int = 0
-    """Times the shard has been read to its end."""
-    visits: int = 0
-    """Sequences of this epoch that have been read."""
-    documents: int = 0
-    """Streams: documents of this epoch that need not be read again. Zero, as is `offset`, where only `visits` is known,
-    and the place is found by reading."""
-    offset: int = 0
-    """Streams: tokens of the next document that are behind."""
-
-    @classmethod
-    def parse(cls, text: str) -> Place:
-        """`SHARD`, `SHARD@EPOCH:VISITS` or `SHARD@EPOCH:VISITS:DOCUMENTS:OFFSET`. Raises `InputError`."""
-        if not re.fullmatch(PLACE, text):
-            raise InputError(f"{text!r} is no place in a shard: write SHARD@EPOCH:VISITS, such as 3@0:1200")
-        shard, _, rest = text.partition("@")
-        numbers = [int(part) for part in rest.split(":")] if rest else []
-        names = ("epoch", "visits", "documents", "offset")
-        return cls(shard=int(shard), **dict(zip(names, numbers, strict=False)))
-
-    def __str__(self) -> str:
-        tail = f":{self.documents}:{self.offset}" if self.documents or self.offset else ""
-        return f"{self.shard}@{self.epoch}:{self.visits}{tail}"
+from diloco.shards import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +55,14 @@ class Cursor:
         places = tuple(known.get(shard, Place(shard=shard)) for shard in order)
         return self if places == self.places else Cursor(places=places)
 
+    def holding(self, shards: Iterable[Place]) -> Cursor:
+        """The same cursor for an island that holds these shards from now on: each is read on from where anybody who is
+        known of has come, this cursor or the place that is named."""
+        own = {place.shard: place for place in self.places}
+        held = sorted(shards, key=lambda place: place.shard)
+        places = tuple(max(own.get(place.shard, place), place, key=lambda p: p.order) for place in held)
+        return self if places == self.places else Cursor(places=places)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON value that says all of it."""
         return {"places": [str(place) for place in self.places], "turn": self.turn}
@@ -112,5 +89,5 @@ def merge(cursors: Sequence[Cursor]) -> Cursor:
     """
     first = cursors[0]
     columns = zip(*(cursor.places for cursor in cursors), strict=True)
-    places = tuple(max(column, key=lambda place: (place.epoch, place.visits)) for column in columns)
+    places = tuple(max(column, key=lambda place: place.order) for column in columns)
     return Cursor(places=places, turn=first.turn)

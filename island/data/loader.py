@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from diloco.errors import ConfigError, DeadlineExceeded, DilocoError, EnvironmentFault
+from diloco.shards import Place
 from island.config_data import DataConfig
-from island.data.cursor import Cursor, Place, merge
+from island.data.cursor import Cursor, merge
 from island.data.packing import Indices, Packed, split
 from island.data.streams import Stream, StreamRows
 from island.group import Group
@@ -58,16 +59,27 @@ class Batches:
                 f"data.batch_sequences ({data.batch_sequences}) must be a multiple of the {ranks} ranks that share a "
                 f"batch: set data.batch_sequences={data.batch_sequences + ranks - data.batch_sequences % ranks}"
             )
-        self._batch, self._data = data.batch_sequences, data
-        rows: PackedRows | StreamedRows
-        if isinstance(source, Packed):
-            rows = PackedRows(source, cursor, shards, seed, data.batch_sequences, rank, ranks)
-        else:
-            rows = StreamedRows(source, cursor, shards, data.batch_sequences, rank, ranks)
-        self._rows: PackedRows | StreamedRows = rows
-        self._batches: Iterator[Batch] | None = rows.batches(iter(self._loader(rows, pin)))
+        self._source, self._shards, self._seed, self._data = source, shards, seed, data
+        self._rank, self._ranks, self._pin = rank, ranks, pin
+        self.turn_to(cursor)
 
-    def _loader(self, rows: PackedRows | StreamedRows, pin: bool) -> DataLoader[Any]:
+    def turn_to(self, cursor: Cursor) -> None:
+        """Goes on from another cursor; what workers have read ahead is forgotten.
+
+        Raises:
+            InputError: its shards have too little data.
+        """
+        self._batches: Iterator[Batch] | None = None
+        batch = self._data.batch_sequences
+        rows: PackedRows | StreamedRows
+        if isinstance(self._source, Packed):
+            rows = PackedRows(self._source, cursor, self._shards, self._seed, batch, self._rank, self._ranks)
+        else:
+            rows = StreamedRows(self._source, cursor, self._shards, batch, self._rank, self._ranks)
+        self._rows: PackedRows | StreamedRows = rows
+        self._batches = rows.batches(iter(self._loader(rows)))
+
+    def _loader(self, rows: PackedRows | StreamedRows) -> DataLoader[Any]:
         workers = self._data.workers
         ahead = max(1, math.ceil(self._data.prefetch_batches * rows.items_per_batch / max(1, workers)))
         return DataLoader(
@@ -81,7 +93,7 @@ class Batches:
             if workers
             else None,  # a fork would copy the threads' locks, not the threads
             generator=torch.Generator(),  # the loader draws from it, and leaves torch's own alone
-            pin_memory=pin,
+            pin_memory=self._pin,
             worker_init_fn=tie_worker,
         )
 

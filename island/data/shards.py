@@ -1,38 +1,12 @@
-"""Which island reads which of the run's shards.
-
-Weighted rendezvous hashing: every island casts as many lots for a shard as it has weight, and the highest lot has it.
-So a shard goes to an island with a chance in proportion to its weight; when an island comes, shards move to it and
-nowhere else; when one goes, only its own move. Lots are integers, so every machine finds the same.
-"""
+"""Which of the run's shards an island reads first, and from where."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import xxhash
-
 from diloco.config_tokenizer import ShardsConfig
 from diloco.errors import ConfigError
+from diloco.shards import Place, assign
 from island.config_data import DataConfig
-from island.data.cursor import Cursor, Place
-
-
-def assign(count: int, weights: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Divides the shards 0 to `count` - 1 among islands.
-
-    Args:
-        count: shards.
-        weights: island id -> weight, 1 or more.
-
-    Returns:
-        Island id -> its shards, in order. Disjoint; together all shards, where there is an island.
-    """
-    shards: dict[str, list[int]] = {name: [] for name in sorted(weights)}
-    lots = [(name, f"{name}:{i}".encode()) for name in shards for i in range(weights[name])]
-    for shard in range(count if lots else 0):
-        _, owner = max((xxhash.xxh3_64_intdigest(lot, seed=shard), name) for name, lot in lots)
-        shards[owner].append(shard)
-    return {name: tuple(own) for name, own in shards.items()}
+from island.data.cursor import Cursor
 
 
 def first_cursor(
@@ -50,6 +24,11 @@ def first_cursor(
         ConfigError: the island has no shard, or one that there is not.
     """
     count, own = _own(shards, data, island_id)
+    if shards.take_over_after_s and data.take_over:
+        raise ConfigError(
+            f"data.take_over is set, and in this run the coordinator says who takes over (shards.take_over_after_s "
+            f"{shards.take_over_after_s:g}): take data.take_over out"
+        )
     taken = [Place.parse(entry) for entry in data.take_over]
     beyond = [place.shard for place in taken if place.shard >= count]
     if beyond:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from diloco.errors import DilocoError, EnvironmentFault, InputError
+from diloco.shards import Place
 from island.config_data import DataConfig
-from island.data.cursor import Cursor, Place
+from island.data.cursor import Cursor
 from island.data.packing import Tokens, split
 from island.data.sources import text_of
 from island.data.tokenizers import Tokenizer

@@ -37,6 +37,8 @@ class Decoder(nn.Module):
     def __init__(self, *, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.document_end: int | None = None
+        """The token that ends a document, where nothing is to look across documents; None where everything may."""
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(i, config=config) for i in range(config.layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -47,14 +49,19 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Token ids [B, T] (int64) to the logits of the next token [B, T, V], in the dtype of the weights.
 
-        `positions` [T] (int64) are those of the tokens in their sequence; without, 0 to T - 1.
+        `positions` [T] (int64) are those of the tokens in their sequence; without, 0 to T - 1. With `document_end` they
+        begin anew with each document.
         """
         x = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
-        if positions is None:
+        seen: tuple[Tensor, ...] = ()
+        if self.document_end is not None:
+            positions, mask = apart(tokens, self.document_end)
+            seen = (mask,)
+        elif positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         cos, sin = rotary(positions, self.config, x)
         for block in self.layers.values():
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, *seen)
         x = x if self.norm is None else self.norm(x)
         return x if self.lm_head is None else self.lm_head(x)
 
@@ -69,8 +76,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MoE(config=config) if config.routed(layer) else SwiGLU(config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, seen)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -94,30 +101,55 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         heads = (-1, self.head_dim)
         q, k, v = (project(x).unflatten(-1, heads) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, heads, T, E]
-        mixed = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = self.attend(q, k, v) if seen is None else causal(q, k, v, seen)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each position of [B, H, T, E] attends to itself and those before it."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+def causal(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Each position of [B, H, T, E] attends to itself and those before it, or to those that `seen` says."""
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=gqa)
+
+
+def apart(tokens: Tensor, end: int) -> tuple[Tensor, Tensor]:
+    """Where the tokens of packed documents are, and what each of them sees.
+
+    Args:
+        tokens: token ids [B, T]. A document goes up to the token `end`, which is its last.
+
+    Returns:
+        Positions [B, T] (int64) of the tokens in their documents, from 0; and bool [B, 1, T, T], whether a position
+        (the third dimension) attends to another one (the last): one of its document, itself or before it.
+    """
+    ends = tokens == end
+    document = ends.cumsum(1) - ends.long()
+    at = torch.arange(tokens.shape[1], device=tokens.device)
+    first = F.pad(ends[:, :-1], (1, 0), value=True)
+    began = torch.where(first, at, 0).cummax(1).values
+    same = document[:, None, :, None] == document[:, None, None, :]
+    return at - began, same & (at[:, None] >= at)
 
 
 def rotary(positions: Tensor, config: ModelConfig, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, E] of the rotary angles of `positions` [T] (RoPE, arXiv 2104.09864).
+    """Cosines and sines [T, E] of the rotary angles of `positions` [T], or [B, 1, T, E] of [B, T] (RoPE, arXiv
+    2104.09864).
 
     Computed in float32; returned on the device and in the dtype of `like`. Both halves of a head hold the
     same angles, as transformers lays them out, so that weights map without a permutation.
     """
     exponents = torch.arange(0, config.head_width, 2, device=like.device, dtype=torch.float32) / config.head_width
-    angles = torch.outer(positions.to(like.device, torch.float32), 1.0 / config.rope_theta**exponents).repeat(1, 2)
+    turns = positions.to(like.device, torch.float32)[..., None] * (1.0 / config.rope_theta**exponents)
+    angles = torch.cat((turns, turns), dim=-1)
+    if positions.dim() == 2:
+        angles = angles[:, None]
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 

@@ -164,10 +164,24 @@ class Engine:
         return tokens.chunk(parts, dim=1)[part].to(self.device, non_blocking=True).chunk(self._accumulate)
 
 
-def assemble(run: RunConfig, mesh: MeshConfig, memory: MemoryConfig, device: torch.device) -> Engine:
+def assemble(
+    run: RunConfig,
+    mesh: MeshConfig,
+    memory: MemoryConfig,
+    device: torch.device,
+    *,
+    document_end: int | None = None,
+) -> Engine:
     """The run's model with its first values on the island's mesh. Collective.
 
     It is made on the meta device and each tensor's first value is made and cut alone, so no rank ever holds the model.
+
+    Args:
+        run: what is trained.
+        mesh, memory: how.
+        device: this rank's.
+        document_end: the token that ends a document, where attention stays within documents; of our own decoder, on a
+            mesh that cuts no sequences and no layers.
 
     Raises:
         ConfigError: the mesh does not fit the model.
@@ -189,6 +203,8 @@ def assemble(run: RunConfig, mesh: MeshConfig, memory: MemoryConfig, device: tor
     numbers = chosen.stages[ranks.pipeline.get_local_rank()]
     parts = [build_meta(run)] if chosen.pipeline == 1 else [stage(run, chosen, number) for number in numbers]
     for part in parts:
+        if isinstance(part, Decoder):
+            part.document_end = document_end
         apply(part, mesh, memory, ranks)
         for module in part.modules():
             if isinstance(module, MoE):

@@ -10,10 +10,10 @@ import numpy as np
 
 from diloco.config import RunConfig
 from diloco.errors import ExitCode
+from diloco.shards import Place
 from island.config import IslandConfig
 from island.config_data import DataConfig
-from island.data import HuggingFace, Packed, check_shards, open_data
-from island.data.cursor import Place
+from island.data import HuggingFace, Packed, check_shards, document_end, open_data
 from island.data.shards import first_cursor
 from island.data.sources import check, files, source
 from island.data.tokenizers import load
@@ -31,11 +31,13 @@ def tokenizer(data: DataConfig, run: RunConfig) -> Finding:
     """Whether the run's tokenizer is here, and the model knows its tokens.
 
     Raises:
-        ConfigError: another tokenizer than the run's, or one with more tokens than the model.
+        ConfigError: another tokenizer than the run's, one with more tokens than the model, or one without an end token
+            where documents are to be masked.
         EnvironmentFault, InputError: it cannot be loaded.
     """
     if data.tokens:
         return ok("tokenizer", "not called for: data.tokens are tokens already")
+    document_end(data, run.model, run.tokenizer)
     with of_others("the tokenizer"):
         using = load(run.tokenizer, run.model.vocab_size, data.tokenizer)
     found = f"{using.vocabulary:,} tokens, of {run.model.vocab_size:,} in model.vocab_size"

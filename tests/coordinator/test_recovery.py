@@ -49,7 +49,7 @@ def timeless(state: State) -> State:
             current, past=past, progress={}, opened_at=opened, quorum_at=None if current.quorum_at is None else 0.0
         )
 
-    return replace(state, members=members, paused_at=0.0, rounds=tuple(map(still, state.rounds)))
+    return replace(state, members=members, paused_at=0.0, running_since=0.0, rounds=tuple(map(still, state.rounds)))
 
 
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=150)

@@ -13,9 +13,11 @@ from torch.optim import SGD
 import island
 from diloco.config import RunConfig
 from diloco.digest import show
-from tests.support import BOUND_S, Serving
+from tests.support import Serving
 
 STEPS, EVERY = 6, 3
+START_S = 120.0
+"""Longest wait for the other island, whose ranks may have to import a library first."""
 
 
 def config(islands: int = 2, **run: object) -> RunConfig:
@@ -33,7 +35,7 @@ def config(islands: int = 2, **run: object) -> RunConfig:
 def plain(model: nn.Module, address: str) -> list[str]:
     """Moves a model's parameters to the end of the run; returns the digests."""
     optimizer = SGD(model.parameters(), lr=0.1)
-    with island.join(model, optimizer, address, island_id="plain", start_timeout_s=BOUND_S) as site:
+    with island.join(model, optimizer, address, island_id="plain", start_timeout_s=START_S) as site:
         while not site.done:
             optimizer.zero_grad()
             torch.autograd.backward([p.square().sum() for p in model.parameters()])

@@ -23,6 +23,11 @@ MINIMAL = '[island]\nid = "alpha"\n'
         (["data.shard=2", "data.shards=2"], ["data.shard", "data.shards"]),
         (["mesh.ranks=3"], ["data.batch_sequences", "mesh.ranks"]),
         (["mesh.ranks=32"], ["data.batch_sequences", "mesh.ranks"]),
+        *(
+            (["mesh.ranks=4", f"mesh.{name}=2", "data.mask_documents=true"], ["data.mask_documents", f"mesh.{name}"])
+            for name in ("tensor", "pipeline", "context")
+        ),
+        (["memory.attention=flash", "data.mask_documents=true"], ["data.mask_documents", "memory.attention"]),
     ],
 )
 def test_a_broken_rule_names_its_settings_and_every_fix_it_offers_is_accepted(

@@ -102,9 +102,9 @@ class Site:
         """Notes what is sent under the present epoch."""
         courier, contribute = self.site.courier, self.site.courier.contribute
 
-        def noting(fragment: int, round_: int, base: int, staged: Any, tokens: int, steps: int) -> None:
+        def noting(fragment: int, round_: int, base: int, staged: Any, tokens: int, steps: int, *rest: Any) -> None:
             self.sent.append((round_, tokens, steps))
-            contribute(fragment, round_, base, staged, tokens, steps)
+            contribute(fragment, round_, base, staged, tokens, steps, *rest)
 
         courier.contribute = noting  # type: ignore[method-assign]
 

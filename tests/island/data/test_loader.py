@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 import torch
@@ -30,6 +31,7 @@ def seen(batches: Batches, count: int) -> list[int]:
     return [start for _ in range(count) for start in starts(batches.next())]
 
 
+@hypothesis.settings(deadline=None)
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=2), st.integers(1, 3), min_size=1, max_size=4), st.data())
 def test_islands_and_ranks_share_an_epoch_among_them(weights: dict[str, int], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 12))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from diloco.errors import ExitCode
 from island.data import assign
 from tests.island.data.test_tokenizers import settings, train
-from tests.processes import Hand
+from tests.processes import Hand, wait_until
 
 STEPS, BATCH, SHARDS = 12, 4, 8
 WORKERS = {"two": ("data.workers=2", "data.prefetch_batches=3"), "none": ()}
@@ -32,7 +33,7 @@ def hands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hand]:
             lines = (json.dumps({"body": f"{i} foxes jump over {i * i} lazy dogs"}) + "\n" for i in range(900))
             (folder / "text.jsonl").write_text("".join(lines))
             source = ("data.text=[]", f"data.jsonl=['{folder}/text.jsonl']", "data.field=body")
-            cache = (f"data.cache_dir='{folder}/cache'", f"data.batch_sequences={BATCH}")
+            cache = (f"data.cache_dir='{folder}/cache'", f"data.batch_sequences={BATCH}", "data.mask_documents=true")
             records = ("eval.every_steps=6", "metrics.every_steps=4")
             hand.island("a", *source, *cache, *records, *overrides)
             hand.island("b", *source, *cache, *records, "mesh.ranks=2")
@@ -95,3 +96,48 @@ def test_an_island_has_read_its_shards_and_says_where_it_stands(hands: dict[str,
 def test_the_text_was_tokenised_once(hands: dict[str, Hand]) -> None:
     for hand in hands.values():
         assert [file.suffix for file in sorted(Path(hand.folder, "cache").iterdir())] == [".json", ".lock", ".tokens"]
+
+
+@pytest.mark.slow
+def test_an_island_that_is_killed_is_read_on_and_gets_its_shards_back(tmp_path: Path) -> None:
+    agreed = """
+[shards]
+count = 8
+islands = ["a", "b:2"]
+take_over_after_s = 0.5
+[sync]
+every_steps = 4
+[rounds]
+start_islands = 2
+quorum = 1
+grace_s = 0.0
+lease_s = 2.0
+"""
+    with ExitStack() as stack:
+        hand = Hand(tmp_path, stack, steps=1_000_000, run=agreed)
+        hand.coordinator()
+        local = ("data.batch_sequences=8", "metrics.every_steps=2")
+
+        def read(island: str) -> set[int]:
+            """The shards of an island's last record."""
+            rows = hand.records(island, "data") if Path(hand.folder, "metrics", f"{island}.jsonl").exists() else []
+            return {int(place.partition("@")[0]) for place in rows[-1]["places"].split()} if rows else set()
+
+        def own(island: str) -> set[int]:
+            return set(assign(SHARDS, WEIGHTS)[island])
+
+        hand.island("a", *local, "mesh.ranks=2")
+        hand.island("b", *local)
+        wait_until(lambda: read("a") == own("a") and read("b") == own("b"), "both read their own")
+        hand.islands["b"].kill()
+        wait_until(lambda: read("a") == set(range(SHARDS)), "a has taken over")
+        before = len(hand.records("b", "data"))
+        hand.island("b", *local)
+        wait_until(lambda: len(hand.records("b", "data")) > before, "b is back")
+        assert read("b") == own("b")
+        wait_until(lambda: read("a") == own("a"), "a has given back")
+        for island in hand.islands.values():
+            island.signal(signal.SIGTERM)
+        for island in hand.islands.values():
+            assert island.wait() == ExitCode.OK, island.output
+    assert "are taken over: its lease has been over for 0.5 s" in (tmp_path / "coordinator.log").read_text()

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.config import load_run
+from diloco.config import ModelConfig, load_run
 from diloco.config_tokenizer import TokenizerConfig
 from diloco.errors import ConfigError, InputError
 from island.cli import tokenizer
-from island.data import Bytes, HuggingFace
+from island.config_data import DataConfig
+from island.data import Bytes, HuggingFace, document_end
 from island.data.tokenizers import load
 from tests.processes import command_here
 
@@ -117,3 +118,15 @@ def test_the_command_prints_settings_that_fit(file: str) -> None:
     run = load_run("[run]\nid = 'a'\n" + ended.out, "printed").value
     assert load(run.tokenizer, run.model.vocab_size).digest == run.tokenizer.digest
     assert run.tokenizer == settings(file, end="</s>")
+
+
+def test_documents_end_where_the_tokenizer_says(file: str) -> None:
+    agreed, masked = settings(file), DataConfig(mask_documents=True)
+    using = load(agreed, 300)
+    assert [document_end(masked, ModelConfig(vocab_size=300), agreed)] == using.separator.tolist()
+    assert document_end(DataConfig(), ModelConfig(vocab_size=300), agreed) is None
+    with pytest.raises(ConfigError, match=r"tokenizer\.kind 'bytes' has an empty line, which documents have within"):
+        document_end(masked, ModelConfig(), TokenizerConfig())
+    foreign = ModelConfig(source="my.models:net")
+    with pytest.raises(ConfigError, match=r"model\.source is 'my\.models:net', of which it is not known"):
+        document_end(masked, foreign, agreed)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
 from diloco.config import ModelConfig
+from island.config_mesh import MemoryConfig
 from island.model import Decoder, allocate, loss
-from island.model.decoder import causal
+from island.model.decoder import apart, causal
+from island.parallel.memory import save
 from tests.island.model.shapes import GROUPED, NORMED, SHARED, SMALL, TIED, filled, random_tokens
 
 
@@ -26,6 +29,62 @@ def test_logits_do_not_depend_on_later_tokens() -> None:
     changed[0, 6:] = (changed[0, 6:] + 1) % SMALL.vocab_size
     torch.testing.assert_close(model(tokens)[:, :6], model(changed)[:, :6])
     assert not torch.allclose(model(tokens)[:, 6:], model(changed)[:, 6:])
+
+
+END = 7
+
+
+@pytest.mark.parametrize("config", [SMALL, NORMED, SHARED], ids=["plain", "qk-norm", "experts"])
+@pytest.mark.parametrize("saving", ["none", "full", "selective"])
+def test_packed_documents_have_the_loss_and_the_gradients_of_each_apart(config: ModelConfig, saving: str) -> None:
+    def gradients(model: Decoder) -> list[Tensor]:
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    rows = random_tokens(2, 25)
+    rows[rows == END] = END + 1
+    borders = [[0, 5, 6, 17, 24], [0, 11, 24]]
+    for row, edges in zip(rows, borders, strict=True):
+        row[[edge - 1 for edge in edges[1:-1]]] = END
+    packed, single = filled(config, scale=3.0), filled(config, scale=3.0)
+    packed.document_end = END
+    save(packed, MemoryConfig.model_validate({"activation_checkpointing": saving}), torch.device("cpu"))
+    together = loss(packed(rows[:, :-1]), rows[:, 1:])
+    together.backward()  # type: ignore[no-untyped-call]
+    total = torch.zeros(())
+    for row, edges in zip(rows, borders, strict=True):
+        for first, end in pairwise(edges):
+            value = loss(single(row[None, first:end]), row[None, first + 1 : end + 1])
+            total = total + value * (end - first)
+    (total / 48).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(together, total / 48, rtol=2e-6, atol=0.0)
+    torch.testing.assert_close(gradients(packed), gradients(single), rtol=1e-3, atol=2e-5)
+    packed.document_end = None
+    assert abs(loss(packed(rows[:, :-1]), rows[:, 1:]) - together) > 1e-3, "else the mask is not tried"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_documents_are_apart_in_compiled_blocks_too() -> None:
+    rows, losses = random_tokens(2, 17), []
+    for compiled in (False, True):
+        model = filled(GROUPED, scale=3.0)
+        model.document_end = int(rows[0, 5])
+        save(model, MemoryConfig(compile=compiled), torch.device("cpu"))
+        losses.append(loss(model(rows[:, :-1]), rows[:, 1:]))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0.0)
+
+
+def test_positions_begin_anew_behind_the_end_of_a_document() -> None:
+    positions, seen = apart(torch.tensor([[1, END, END, 3, 4], [1, 2, 3, 4, END]]), END)
+    assert positions.tolist() == [[0, 1, 0, 0, 1], [0, 1, 2, 3, 4]]
+    assert seen[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+    assert seen[1, 0].equal(torch.ones(5, 5, dtype=torch.bool).tril())
 
 
 def test_meta_model_has_only_parameters() -> None:
