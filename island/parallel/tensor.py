@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -39,6 +41,21 @@ class Whole(ParallelStyle):
         return distribute_module(module, device_mesh, None, into, out)  # type: ignore[arg-type]  # hooks may return
 
 
+class Arrived(torch.autograd.Function):
+    """A tensor that other ranks are still sending, once it is here; nothing happens to any other.
+
+    Compiled code drops the gradient of an input that is still on its way (torch 2.13).
+    """
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.wait().detach() if isinstance(x, AsyncCollectiveTensor) else x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 def cut(model: Decoder, mesh: MeshConfig, over: DeviceMesh) -> None:
     """Cuts a decoder, or the stage of a pipeline, over the ranks of `over`.
 
@@ -56,6 +73,8 @@ def cut(model: Decoder, mesh: MeshConfig, over: DeviceMesh) -> None:
         ),
     }
     parallelize_module(model, over, {name: style for name, style in outer.items() if getattr(model, name) is not None})
+    if model.embed_tokens is not None:
+        model.embed_tokens.register_forward_hook(lambda _, __, stream: Arrived.apply(stream))
     if model.config.tie_embeddings and model.lm_head is not None and model.embed_tokens is not None:
         model.lm_head.weight = model.embed_tokens.weight  # both are cut over the vocabulary
     head_norm = SequenceParallel(
