@@ -151,6 +151,7 @@ def here(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes differ from step to step
 def looped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Sorted rows [M, D] through experts one after the other; those without rows take part, with gradients of zero."""
     parts = torch.split(rows, counts.tolist())

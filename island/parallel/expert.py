@@ -24,6 +24,7 @@ class Exchange:
     def __init__(self, over: DeviceMesh) -> None:
         self._group, self._ranks = over.get_group(), over.size()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes differ from step to step
     def __call__(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows [M, D] in the order of their experts, of which each has `counts` [X], to results [M, D]."""
         came = all_to_all_single(counts, None, None, self._group).view(self._ranks, -1)  # by rank and expert of mine
@@ -38,9 +39,10 @@ class Exchange:
 
 def share_out(model: Decoder, over: DeviceMesh) -> None:
     """Gives each rank of `over` its experts of every layer of a decoder, or of a pipeline's stage."""
+    exchange = Exchange(over)
     for module in model.modules():
         if isinstance(module, MoE):
-            module.exchange = Exchange(over)
+            module.exchange = exchange
             for name, weight in [*module.experts.named_parameters()]:
                 cut = distribute_tensor(weight, over, (Shard(0),), src_data_rank=None)
                 setattr(module.experts, name, nn.Parameter(cut))

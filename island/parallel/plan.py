@@ -106,12 +106,6 @@ def refusals(mesh: MeshConfig, memory: MemoryConfig, model: ModelConfig) -> Iter
     yield from _context(mesh, model)
     yield from _pipeline(mesh, memory, model)
     yield from _expert(mesh, model)
-    for name in ("tensor", "context", "expert"):
-        if memory.compile and getattr(mesh, name) > 1:
-            yield (
-                f"memory.compile compiles blocks that talk to no other rank, and mesh.{name} ({getattr(mesh, name)}) "
-                "makes them: compiled, they were not found to compute the same; set memory.compile=false"
-            )
 
 
 def _foreign(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:

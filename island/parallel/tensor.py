@@ -42,18 +42,26 @@ class Whole(ParallelStyle):
 
 
 class Arrived(torch.autograd.Function):
-    """A tensor that other ranks are still sending, once it is here; nothing happens to any other.
+    """Waits for a tensor that other ranks are sending.
 
-    Compiled code drops the gradient of an input that is still on its way (torch 2.13).
+    Compiled code drops the gradient of an input that is still on its way (torch 2.13), so none may reach a block.
     """
 
     @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.wait().detach() if isinstance(x, AsyncCollectiveTensor) else x.view_as(x)
+    def forward(_: Any, coming: AsyncCollectiveTensor) -> Tensor:
+        return coming.wait().detach()
 
     @staticmethod
     def backward(_: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+def arrived(x: Tensor) -> Tensor:
+    """A tensor once it is here, where other ranks are still sending it."""
+    if not isinstance(x, AsyncCollectiveTensor):
+        return x
+    out: Tensor = Arrived.apply(x)  # type: ignore[no-untyped-call]
+    return out
 
 
 def cut(model: Decoder, mesh: MeshConfig, over: DeviceMesh) -> None:
@@ -74,7 +82,7 @@ def cut(model: Decoder, mesh: MeshConfig, over: DeviceMesh) -> None:
     }
     parallelize_module(model, over, {name: style for name, style in outer.items() if getattr(model, name) is not None})
     if model.embed_tokens is not None:
-        model.embed_tokens.register_forward_hook(lambda _, __, stream: Arrived.apply(stream))
+        model.embed_tokens.register_forward_hook(lambda _, __, stream: arrived(stream))
     if model.config.tie_embeddings and model.lm_head is not None and model.embed_tokens is not None:
         model.lm_head.weight = model.embed_tokens.weight  # both are cut over the vocabulary
     head_norm = SequenceParallel(

@@ -59,7 +59,6 @@ REFUSED = [
     ({"ranks": 3, "context": 3}, {}, "mesh.context (3) must divide model.sequence_length (64)"),
     ({"ranks": 8, "context": 8}, {}, "model.kv_heads is 4: set mesh.context_method=gather"),
     ({"ranks": 16, "pipeline": 16}, {}, "makes 16 stages, and model.layers is 8: lower mesh.pipeline"),
-    ({"ranks": 2, "tensor": 2}, {"compile": True}, "set memory.compile=false"),
     ({"ranks": 2, "expert": 2}, {}, "the model has none: set mesh.expert=1"),
     (
         {"ranks": 2, "pipeline": 2, "pipeline_schedule": "zero-bubble"},
