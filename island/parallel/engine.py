@@ -192,7 +192,7 @@ def assemble(run: RunConfig, mesh: MeshConfig, memory: MemoryConfig, device: tor
         apply(part, mesh, memory, ranks)
         for module in part.modules():
             if isinstance(module, MoE):
-                module.loss_scale = share / mesh.chunks
+                module.loss_scale = share / mesh.chunks / chosen.tensor
     model, passes = parts[0], cast(Passes, Whole(parts[0], loss, share))
     if chosen.pipeline > 1:
         stages = [part for part in parts if isinstance(part, Decoder)]
@@ -234,7 +234,7 @@ def apply(part: nn.Module, mesh: MeshConfig, memory: MemoryConfig, ranks: Ranks)
     if isinstance(part, Decoder):
         if chosen.tensor > 1:
             cut(part, mesh, ranks.tensor)
-        if chosen.expert > 1:
+        if chosen.expert > 1 or chosen.tensor > 1:
             share_out(part, ranks.expert)
         if chosen.context > 1:
             attend_over(part, mesh.context_method, ranks.context.get_group())

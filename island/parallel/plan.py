@@ -126,7 +126,7 @@ def _divides(what: str, count: int, name: str, by: int) -> Iterator[str]:
 def _tensor(mesh: MeshConfig, memory: MemoryConfig, model: ModelConfig) -> Iterator[str]:
     if mesh.tensor == 1:
         return
-    for key in ("heads", "kv_heads", "ffn_dim", "vocab_size"):
+    for key in ("heads", "kv_heads", "ffn_dim", "vocab_size", *(("expert_dim",) if model.experts else ())):
         yield from _divides(f"model.{key}", getattr(model, key), "mesh.tensor", mesh.tensor)
     if mesh.sequence_parallel and model.sequence_length % (mesh.context * mesh.tensor):
         yield (
@@ -185,8 +185,3 @@ def _expert(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
         yield f"mesh.expert ({mesh.expert}) shares out experts, and the model has none: set mesh.expert=1"
     elif mesh.expert > 1:
         yield from _divides("model.experts", model.experts, "mesh.expert", mesh.expert)
-    if mesh.tensor > 1 and model.experts:
-        yield (
-            "mesh.tensor cuts dense matrices, and experts are shared out whole: set mesh.tensor=1, and mesh.expert "
-            "for the experts"
-        )

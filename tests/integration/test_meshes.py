@@ -31,7 +31,12 @@ OTHERS: Islands = [
     (2, {"pipeline": 2, "pipeline_schedule": "zero-bubble"}),
     (2, {"param_dtype": "bfloat16", "cpu_offload": True}),
 ]
-OF_EXPERTS: Islands = [(2, {"expert": 2}), (2, {"context": 2, "expert": 2}), (1, {})]
+OF_EXPERTS: Islands = [
+    (2, {"expert": 2}),
+    (2, {"context": 2, "expert": 2}),
+    (2, {"tensor": 2, "sequence_parallel": True}),
+    (1, {}),
+]
 
 
 def config(run_id: str, islands: int, model: dict[str, Any]) -> RunConfig:

@@ -40,6 +40,10 @@ MESHES: dict[str, Case] = {
     "gather": {"mesh": {"context": 2, "context_method": "gather"}, "model": {"kv_heads": 1}},
     "expert": {"mesh": {"expert": 2}, "model": EXPERTS},
     "expert-context": {"mesh": {"expert": 2, "context": 2}, "model": EXPERTS},
+    "tensor-experts": {
+        "mesh": {"tensor": 2, "sequence_parallel": True},
+        "model": EXPERTS | {"balance": "loss", "balance_factor": 1.0},
+    },
 }
 PRECISIONS: dict[str, Case] = {
     "float32": {},
@@ -71,6 +75,15 @@ OF_FOUR: dict[str, Case] = {
     "tensor-pipeline": {"mesh": {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "loss_parallel": True}},
     "tensor-context": {"mesh": {"tensor": 2, "context": 2, "context_method": "gather", "sequence_parallel": True}},
     "tensor-pipeline-compiled": {"mesh": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}} | COMPILED,
+    "tensor-expert": {"mesh": {"tensor": 2, "expert": 2, "sequence_parallel": True}, "model": EXPERTS},
+    "tensor-expert-compiled": {"mesh": {"tensor": 2, "expert": 2}, "model": EXPERTS} | COMPILED,
+    "tensor-experts-fsdp": {"mesh": {"tensor": 2}, "model": EXPERTS},
+    "tensor-experts-hsdp": {"mesh": {"tensor": 2, "replicas": 2}, "model": EXPERTS},
+    "tensor-experts-pipeline": {"mesh": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, "model": EXPERTS},
+    "tensor-experts-context": {
+        "mesh": {"tensor": 2, "context": 2, "context_method": "gather", "expert": 2},
+        "model": EXPERTS,
+    },
     "pipeline-fsdp": {"mesh": {"pipeline": 2, "pipeline_schedule": "zero-bubble"}},
     "pipeline-context": {"mesh": {"pipeline": 2, "context": 2}},
     "pipeline-expert": {"mesh": {"pipeline": 2, "expert": 2}, "model": EXPERTS},
