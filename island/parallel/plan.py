@@ -161,11 +161,6 @@ def _pipeline(mesh: MeshConfig, memory: MemoryConfig, model: ModelConfig) -> Ite
             f"{mesh.stages} stages, and model.layers is {model.layers}: lower mesh.pipeline"
             + ("" if mesh.stages == mesh.pipeline else ", or set mesh.pipeline_schedule=1f1b")
         )
-    if model.tie_embeddings:
-        yield (
-            "model.tie_embeddings makes the embedding and the output one tensor, and a pipeline has them on different "
-            "ranks: set mesh.pipeline=1"
-        )
     if mesh.pipeline_schedule not in ("zero-bubble", "dualpipev"):
         return
     apart = f"mesh.pipeline_schedule {mesh.pipeline_schedule!r} takes the gradients of inputs and of weights apart"

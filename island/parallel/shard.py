@@ -44,7 +44,9 @@ def shard(model: nn.Module, mesh: MeshConfig, ranks: Ranks) -> None:
     place = _beside_experts(ranks) if ranks.plan.expert > 1 else None
     for block in blocks(model):
         apply(block)
-    if isinstance(model, Decoder) and not model.config.tie_embeddings:
+    if isinstance(model, Decoder) and not (
+        model.config.tie_embeddings and model.embed_tokens is not None and model.lm_head is not None
+    ):
         if model.embed_tokens is not None:
             apply(model.embed_tokens)
         if model.norm is not None and model.lm_head is not None:

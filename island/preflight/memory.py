@@ -89,7 +89,8 @@ def need(run: RunConfig, island: IslandConfig, layout: Layout, nodes: int | None
     chosen = plan(mesh, memory, run.model)
     held = transient = activations = 0
     for stages in chosen.stages:
-        specs = [spec for spec in layout.tensors if spec.kind == "parameter" and _holds(spec, chosen, stages)]
+        trained = [spec for spec in layout.tensors if spec.kind == "parameter"]
+        specs = [spec for spec in trained if _holds(spec, run.model, chosen, stages)]
         values, working = _parameters(specs, run, mesh, chosen)
         sequences = shrunk.data.batch_sequences // (chosen.data_ranks * memory.accumulate * mesh.chunks)
         tokens = sequences * run.model.sequence_length // chosen.context
@@ -111,14 +112,15 @@ def need(run: RunConfig, island: IslandConfig, layout: Layout, nodes: int | None
     return Need(held + transient, activations, host)
 
 
-def _holds(spec: TensorSpec, chosen: Plan, stages: tuple[int, ...]) -> bool:
+def _holds(spec: TensorSpec, model: ModelConfig, chosen: Plan, stages: tuple[int, ...]) -> bool:
     """Whether a rank with these stages holds a parameter."""
     if chosen.pipeline == 1:
         return True
     layer = _LAYER.search(spec.name)
     if layer:
         return any(int(layer[1]) in chosen.layers[number] for number in stages)
-    return (0 if spec.name.startswith("embed") else len(chosen.layers) - 1) in stages
+    last = len(chosen.layers) - 1 in stages
+    return 0 in stages or (last and model.tie_embeddings) if spec.name.startswith("embed") else last
 
 
 def _parameters(specs: Sequence[TensorSpec], run: RunConfig, mesh: MeshConfig, chosen: Plan) -> tuple[int, int]:

@@ -75,12 +75,6 @@ def test_what_does_not_fit_the_model_is_refused(mesh: dict[str, Any], memory: di
     assert words in caught.value.message
 
 
-def test_tied_embeddings_have_no_pipeline() -> None:
-    tied = MODEL.model_copy(update={"tie_embeddings": True})
-    with pytest.raises(ConfigError, match=r"tie_embeddings .* set mesh.pipeline=1"):
-        planned(model=tied, ranks=2, pipeline=2)
-
-
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
