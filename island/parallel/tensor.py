@@ -151,6 +151,8 @@ def cut(model: Decoder, mesh: MeshConfig, over: DeviceMesh) -> None:
             rows += ["mlp.down_proj"]
         else:
             styles["mlp"] = Mixture(stream)
+            if parted:  # compiled code ends here, and what it hands on had better be plain
+                styles["post_attention_layernorm"] = SequenceParallel(use_local_output=True)
         styles |= {name: ColwiseParallel() for name in columns}
         styles |= {name: RowwiseParallel(output_layouts=stream) for name in rows}
         if parted:
