@@ -69,8 +69,7 @@ OPTIONS: dict[str, Case] = {
     "flash": {"memory": {"attention": "flash"}},
     "foreign": {"model": {"source": "tests.island.parallel.rank:Foreign"}},
     "foreign-tensor": {"model": {"source": "tests.island.parallel.rank:Foreign"}, "mesh": {"tensor": 2}},
-    "compiled-tensor": {"mesh": {"tensor": 2, "sequence_parallel": True}} | COMPILED,
-    "compiled-experts": {"mesh": {"expert": 2, "context": 2}, "model": EXPERTS | {"layers": 2}} | COMPILED,
+    "compiled-tensor": {"mesh": {"tensor": 2, "sequence_parallel": True}, "model": {"layers": 2}} | COMPILED,
     "experts-unbalanced": {"mesh": {"pipeline": 2}, "model": EXPERTS | {"balance": "none"}},
 }
 OF_FOUR: dict[str, Case] = {
