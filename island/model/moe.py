@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from diloco.config import ModelConfig
 
@@ -92,7 +92,10 @@ class Router(nn.Module):
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [N, D] to scores [N, X], float32 whatever the rows are, and chosen experts [N, k], int64."""
-        logits = F.linear(rows.float(), self.weight.float())
+        weight: Tensor = self.weight
+        if isinstance(weight, DTensor):  # tensor parallel: every rank has a part of its gradient
+            weight = weight.to_local(grad_placements=(Partial(),))
+        logits = F.linear(rows.float(), weight.float())
         scores = logits.sigmoid() if self.config.scores == "sigmoid" else logits.softmax(-1)
         bias = self.e_score_correction_bias
         ranked = scores.detach() if bias is None else scores.detach() + bias
@@ -151,6 +154,7 @@ def here(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes differ from step to step
 def looped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Sorted rows [M, D] through experts one after the other; those without rows take part, with gradients of zero."""
     parts = torch.split(rows, counts.tolist())

@@ -6,7 +6,7 @@ gradient of the mean whatever the mesh, and nothing needs to know how often it w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol, cast
 
@@ -85,6 +85,7 @@ class Engine:
         clip_norm: largest norm of all gradients together; 0 leaves them as they are.
         within: contexts in which passes are made.
         total: adds integers over the ranks that hold the same layers.
+        twice: parameters that two stages of a pipeline hold, with the same gradient.
     """
 
     def __init__(
@@ -100,11 +101,12 @@ class Engine:
         clip_norm: float = 0.0,
         within: Callable[[], ExitStack] = ExitStack,
         total: Callable[[Tensor], Tensor] = lambda counts: counts,
+        twice: Sequence[Tensor] = (),
     ) -> None:
         self.model, self.device, self.leads = model, device, leads
         self.data_rank, self.data_ranks = data
         self._passes, self._context, self._within, self._total = passes, context, within, total
-        self._accumulate, self._clip_norm = accumulate, clip_norm
+        self._accumulate, self._clip_norm, self._twice = accumulate, clip_norm, twice
 
     @classmethod
     def around(
@@ -144,7 +146,7 @@ class Engine:
                 self._passes.train(x, y, last=number == self._accumulate) for number, (x, y) in enumerate(parts, 1)
             ]
         if self._clip_norm:
-            clip(self.model, self._clip_norm)
+            clip(self.model, self._clip_norm, self._twice)
         rebalance(self.model, self._total)
         return torch.stack(losses).mean()
 
@@ -208,7 +210,7 @@ def assemble(
         apply(part, mesh, memory, ranks)
         for module in part.modules():
             if isinstance(module, MoE):
-                module.loss_scale = share / mesh.chunks
+                module.loss_scale = share / mesh.chunks / chosen.tensor
     model, passes = parts[0], cast(Passes, Whole(parts[0], loss, share))
     if chosen.pipeline > 1:
         stages = [part for part in parts if isinstance(part, Decoder)]
@@ -226,6 +228,7 @@ def assemble(
         clip_norm=run.inner.clip_norm,
         within=within,
         total=ranks.total,
+        twice=model.twice if isinstance(model, Stages) else (),
     )
 
 
@@ -250,7 +253,7 @@ def apply(part: nn.Module, mesh: MeshConfig, memory: MemoryConfig, ranks: Ranks)
     if isinstance(part, Decoder):
         if chosen.tensor > 1:
             cut(part, mesh, ranks.tensor)
-        if chosen.expert > 1:
+        if chosen.expert > 1 or chosen.tensor > 1:
             share_out(part, ranks.expert)
         if chosen.context > 1:
             attend_over(part, mesh.context_method, ranks.context.get_group())
@@ -262,18 +265,22 @@ def apply(part: nn.Module, mesh: MeshConfig, memory: MemoryConfig, ranks: Ranks)
 
 
 @torch.no_grad()
-def clip(model: nn.Module, most: float) -> Tensor:
+def clip(model: nn.Module, most: float, twice: Sequence[Tensor] = ()) -> Tensor:
     """Scales all gradients of an island so that their norm together is at most `most`. Collective.
 
     A gradient that several ranks hold counts once, also where ranks hold different tensors (pipeline, experts).
 
+    Args:
+        twice: parameters that two stages of a pipeline hold, with the same gradient.
+
     Returns:
         The norm before, a scalar.
     """
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    gradients = [local(gradient) for gradient in found]
+    found = {p: p.grad for p in model.parameters() if p.grad is not None}
+    gradients = [local(gradient) for gradient in found.values()]
     each = torch.stack(torch._foreach_norm(gradients)).float().square()
-    copies = torch.tensor([_copies(gradient) for gradient in found], dtype=torch.float32)
+    counts = [_copies(gradient) << any(p is other for other in twice) for p, gradient in found.items()]
+    copies = torch.tensor(counts, dtype=torch.float32)
     total = (each / copies.to(each.device)).sum()
     if dist.is_initialized():
         dist.all_reduce(total)

@@ -48,12 +48,12 @@ def save(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
             convert(block)
     for block in blocks(model):
         forward: Callable[..., Any] = block.forward
-        if memory.activation_checkpointing == "full":
-            forward = partial(checkpoint, forward, use_reentrant=False)
-        elif memory.activation_checkpointing == "selective":
+        if memory.activation_checkpointing == "selective":
             forward = partial(checkpoint, forward, use_reentrant=False, context_fn=_selective)
         if memory.compile:
             forward = torch.compile(forward)
+        if memory.activation_checkpointing == "full":
+            forward = partial(checkpoint, forward, use_reentrant=False)
         if forward is not block.forward:
             setattr(block, "forward", forward)  # noqa: B010  a method of this block alone
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -23,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from diloco.config import RunConfig
+from diloco.layout import local
 from island.config_mesh import MeshConfig
 from island.model import Decoder, build_meta
 from island.parallel.plan import Plan
@@ -56,15 +58,73 @@ def stage(run: RunConfig, plan: Plan, number: int) -> Decoder:
 class Stages(nn.Module):
     """The stages of one rank as one model, whose tensors have the names that they have in the whole decoder.
 
+    An output that is tied to the embedding has the embedding's name, and is left out beside the embedding itself.
+
     Args:
         stages: the first may have the embedding, the last the output.
     """
 
     def __init__(self, stages: Sequence[Decoder]) -> None:
         super().__init__()
-        self.embed_tokens = stages[0].embed_tokens
+        first, last, tied = stages[0].embed_tokens, stages[-1].lm_head, stages[0].config.tie_embeddings
+        self.embed_tokens = last if tied and first is None else first
         self.layers = nn.ModuleDict({name: block for stage in stages for name, block in stage.layers.items()})
-        self.norm, self.lm_head = stages[-1].norm, stages[-1].lm_head
+        self.norm, self.lm_head = stages[-1].norm, None if tied else last
+        ends = [end for end in (first, last) if end is not None]
+        self.twice = [end.weight for end in ends] if tied and len(ends) == 1 else []
+        """Parameters that another rank of the pipeline trains too."""
+
+
+class Tied:
+    """The embedding of a pipeline whose output is the same tensor: its first and its last stage both hold it.
+
+    On two ranks, both train their copy with the sum of both gradients, and so hold the same bits. Where one rank has
+    both stages, which FSDP shards apart, it trains the embedding, and the output's copy follows before each pass.
+
+    Args:
+        stages: what this rank holds.
+        plan: who holds which.
+        over: the ranks of this pipeline.
+    """
+
+    def __init__(self, stages: Sequence[Decoder], plan: Plan, over: DeviceMesh) -> None:
+        self._embedding, self._output = stages[0].embed_tokens, stages[-1].lm_head
+        held = [rank for rank, own in enumerate(plan.stages) if {0, len(plan.layers) - 1}.intersection(own)]
+        self._group, self._peers = over.get_group(), [rank for rank in held if rank != over.get_local_rank()]
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Before a pass."""
+        if self._embedding is not None and self._output is not None:
+            if isinstance(self._output, FSDPModule):
+                self._output.reshard()
+            local(self._output.weight).copy_(local(self._embedding.weight))
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Behind the last backward pass of a step. Collective among the ranks that hold the embedding."""
+        if self._embedding is None and self._output is None:
+            return
+        own = self._embedding if self._embedding is not None else self._output
+        assert own is not None
+        gradient = local(_gradient(own))
+        if self._embedding is not None and self._output is not None:
+            gradient += local(_gradient(self._output))
+            self._output.weight.grad = None
+        elif gradient.numel():
+            [peer] = self._peers
+            other = torch.empty_like(gradient)
+            swap = [(dist.isend, gradient), (dist.irecv, other)]
+            pairs = [dist.P2POp(way, values, group=self._group, group_peer=peer) for way, values in swap]
+            for work in dist.batch_isend_irecv(pairs):
+                work.wait()
+            gradient += other
+
+
+def _gradient(module: nn.Module) -> Tensor:
+    gradient = module.get_parameter("weight").grad
+    assert gradient is not None
+    return gradient
 
 
 class Pipeline:
@@ -95,17 +155,22 @@ class Pipeline:
         self._share, self._group, self._device = share / mesh.chunks, over.get_group(), device
         self._own = plan.stages[over.get_local_rank()]
         self._last = len(plan.layers) - 1
+        self._tied = Tied(stages, plan, over) if stages[0].config.tie_embeddings else None
         self._made: dict[tuple[int, ...], PipelineScheduleSingle | PipelineScheduleMulti] = {}
         self._ends = self._last in self._own
 
     def train(self, inputs: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        self._follow()
         schedule, losses = self._schedule(*inputs.shape), list[Tensor]()
         ahead = (inputs,) if 0 in self._own else ()
         schedule.step(*ahead, target=targets if self._ends else None, losses=losses, return_outputs=False)
+        if last and self._tied:
+            self._tied.add_up()
         return self._told(torch.stack(losses).sum().detach() / self._share / self._mesh.chunks if losses else None)
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The rows go through the stages at once, which may be more or fewer than in training."""
+        self._follow()
         owner = {number: rank for rank, own in enumerate(self._plan.stages) for number in own}
         stream, value = inputs, None
         for number, part in zip(self._own, self._stages, strict=True):
@@ -122,6 +187,10 @@ class Pipeline:
     def _told(self, loss: Tensor | None) -> Tensor:
         """The loss as a mean over this pipeline's ranks, one of which knows it."""
         return torch.zeros((), device=self._device) if loss is None else loss * self._plan.pipeline
+
+    def _follow(self) -> None:
+        if self._tied:
+            self._tied.follow()
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -111,12 +111,6 @@ def refusals(mesh: MeshConfig, memory: MemoryConfig, model: ModelConfig) -> Iter
     yield from _context(mesh, model)
     yield from _pipeline(mesh, memory, model)
     yield from _expert(mesh, model)
-    for name in ("tensor", "context", "expert"):
-        if memory.compile and getattr(mesh, name) > 1:
-            yield (
-                f"memory.compile compiles blocks that talk to no other rank, and mesh.{name} ({getattr(mesh, name)}) "
-                "makes them: compiled, they were not found to compute the same; set memory.compile=false"
-            )
 
 
 def _foreign(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
@@ -137,7 +131,7 @@ def _divides(what: str, count: int, name: str, by: int) -> Iterator[str]:
 def _tensor(mesh: MeshConfig, memory: MemoryConfig, model: ModelConfig) -> Iterator[str]:
     if mesh.tensor == 1:
         return
-    for key in ("heads", "kv_heads", "ffn_dim", "vocab_size"):
+    for key in ("heads", "kv_heads", "ffn_dim", "vocab_size", *(("expert_dim",) if model.experts else ())):
         yield from _divides(f"model.{key}", getattr(model, key), "mesh.tensor", mesh.tensor)
     if mesh.sequence_parallel and model.sequence_length % (mesh.context * mesh.tensor):
         yield (
@@ -172,11 +166,6 @@ def _pipeline(mesh: MeshConfig, memory: MemoryConfig, model: ModelConfig) -> Ite
             f"{mesh.stages} stages, and model.layers is {model.layers}: lower mesh.pipeline"
             + ("" if mesh.stages == mesh.pipeline else ", or set mesh.pipeline_schedule=1f1b")
         )
-    if model.tie_embeddings:
-        yield (
-            "model.tie_embeddings makes the embedding and the output one tensor, and a pipeline has them on different "
-            "ranks: set mesh.pipeline=1"
-        )
     if mesh.pipeline_schedule not in ("zero-bubble", "dualpipev"):
         return
     apart = f"mesh.pipeline_schedule {mesh.pipeline_schedule!r} takes the gradients of inputs and of weights apart"
@@ -196,8 +185,3 @@ def _expert(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
         yield f"mesh.expert ({mesh.expert}) shares out experts, and the model has none: set mesh.expert=1"
     elif mesh.expert > 1:
         yield from _divides("model.experts", model.experts, "mesh.expert", mesh.expert)
-    if mesh.tensor > 1 and model.experts:
-        yield (
-            "mesh.tensor cuts dense matrices, and experts are shared out whole: set mesh.tensor=1, and mesh.expert "
-            "for the experts"
-        )

@@ -62,8 +62,10 @@ class Ranks:
 
     @property
     def expert(self) -> DeviceMesh:
-        """The ranks that share this rank's experts."""
-        return self._experts["expert"]
+        """The ranks that share this rank's experts ("expert"), those that share their matrices ("tensor"), or both."""
+        if self.plan.expert == 1:
+            return self.tensor
+        return self._experts["expert", "tensor"] if self.plan.tensor > 1 else self._experts["expert"]
 
     @property
     def beside_expert(self) -> DeviceMesh:

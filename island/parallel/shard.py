@@ -44,7 +44,9 @@ def shard(model: nn.Module, mesh: MeshConfig, ranks: Ranks) -> None:
     place = _beside_experts(ranks) if ranks.plan.expert > 1 else None
     for block in blocks(model):
         apply(block)
-    if isinstance(model, Decoder) and not model.config.tie_embeddings:
+    if isinstance(model, Decoder) and not (
+        model.config.tie_embeddings and model.embed_tokens is not None and model.lm_head is not None
+    ):
         if model.embed_tokens is not None:
             apply(model.embed_tokens)
         if model.norm is not None and model.lm_head is not None:
@@ -66,9 +68,10 @@ def _beside_experts(ranks: Ranks) -> Callable[[nn.Parameter], ShardPlacementResu
     info = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
     def place(weight: nn.Parameter) -> ShardPlacementResult | None:
-        if not isinstance(weight, DTensor):
+        if not isinstance(weight, DTensor) or "expert" not in (weight.device_mesh.mesh_dim_names or ()):
             return None
-        few = weight.to_local().shape[0] < rest and not weight.shape[1] % rest
+        held = weight.to_local().shape
+        few = held[0] < rest and not held[1] % rest
         return ShardPlacementResult(Shard(1 if few else 0), info)
 
     return place

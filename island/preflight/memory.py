@@ -16,7 +16,8 @@ n = batch_sequences / data ranks / accumulate / microbatches sequences of sequen
 
     a token and layer     w * (6 D + 2 H E + 2 K E + 4 F)      H E and K E query and key heads, F feed-forward, over
                                                                `mesh.tensor`; D too with `mesh.sequence_parallel`
-    a layer of experts    k * (3 D + 4 F) + shared 4 F         in place of 4 F: those of one token, not all of them
+    a layer of experts    k * (3 D + 4 F) + shared 4 F         in place of 4 F: those of one token, not all of them;
+                                                               F over `mesh.tensor`
     checkpointed          D, or D + H E + half of the products' outputs ("selective"), and one whole layer
     a token               12 V                                 logits, where the output is; over `mesh.tensor` with
                                                                `mesh.loss_parallel`
@@ -91,7 +92,8 @@ def need(run: RunConfig, island: IslandConfig, layout: Layout, nodes: int | None
     held = transient = activations = 0
     on_device = memory.anchors == "device"
     for stages in chosen.stages:
-        specs = [spec for spec in layout.tensors if spec.kind == "parameter" and _holds(spec, chosen, stages)]
+        trained = [spec for spec in layout.tensors if spec.kind == "parameter"]
+        specs = [spec for spec in trained if _holds(spec, run.model, chosen, stages)]
         values, working = _parameters(specs, run, mesh, chosen, 8 + 4 * on_device)
         sequences = shrunk.data.batch_sequences // (chosen.data_ranks * memory.accumulate * mesh.chunks)
         tokens = sequences * run.model.sequence_length // chosen.context
@@ -113,14 +115,15 @@ def need(run: RunConfig, island: IslandConfig, layout: Layout, nodes: int | None
     return Need(held + transient, activations, host)
 
 
-def _holds(spec: TensorSpec, chosen: Plan, stages: tuple[int, ...]) -> bool:
+def _holds(spec: TensorSpec, model: ModelConfig, chosen: Plan, stages: tuple[int, ...]) -> bool:
     """Whether a rank with these stages holds a parameter."""
     if chosen.pipeline == 1:
         return True
     layer = _LAYER.search(spec.name)
     if layer:
         return any(int(layer[1]) in chosen.layers[number] for number in stages)
-    return (0 if spec.name.startswith("embed") else len(chosen.layers) - 1) in stages
+    last = len(chosen.layers) - 1 in stages
+    return 0 in stages or (last and model.tie_embeddings) if spec.name.startswith("embed") else last
 
 
 def _parameters(
@@ -175,9 +178,10 @@ def _layer(model: ModelConfig, mesh: MeshConfig, routed: bool) -> tuple[int, int
     dim = model.dim // (tensor if mesh.sequence_parallel else 1)
     queries, keys = model.heads * model.head_width // tensor, model.kv_heads * model.head_width // tensor
     if routed:
-        rows, hidden, shared = model.experts_per_token, model.expert_dim, model.shared_experts * model.expert_dim
-        inner = rows * (3 * dim + 4 * hidden) + 4 * shared
-        products = rows * (2 * hidden + dim) + 2 * shared + dim
+        rows, hidden = model.experts_per_token, model.expert_dim // tensor
+        shared = model.shared_experts * hidden
+        inner = rows * (3 * model.dim + 4 * hidden) + 4 * shared
+        products = rows * (2 * hidden + model.dim) + 2 * shared + dim
     else:
         inner, products = 4 * model.ffn_dim // tensor, 2 * model.ffn_dim // tensor + dim
     collected = mesh.context if mesh.context_method == "gather" else 1

@@ -30,8 +30,10 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{spec['store']}", rank=rank, world_size=size)
     run = RunConfig.model_validate(spec["run"])
-    mesh = MeshConfig.model_validate({"ranks": size, "device": "cpu"} | spec["mesh"])
-    engine = assemble(run, mesh, MemoryConfig(), torch.device("cpu"))
+    memory = {key: value for key, value in spec["mesh"].items() if key in MemoryConfig.model_fields}
+    rest = {key: value for key, value in spec["mesh"].items() if key not in memory}
+    mesh = MeshConfig.model_validate({"ranks": size, "device": "cpu"} | rest)
+    engine = assemble(run, mesh, MemoryConfig.model_validate(memory), torch.device("cpu"))
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.5)
     generator = torch.Generator().manual_seed(spec["seed"])
     seen: list[Any] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def alone(run: RunConfig) -> tuple[list[float], dict[str, Tensor]]:
 
 def compare(case: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """Trains on the case's mesh; returns losses, and how far this rank's parameters are from those of one process."""
+    torch.compiler.reset()
     run = run_config(case.get("model", {}))
     key = json.dumps(case.get("model", {}))
     if key not in reference:
@@ -135,6 +137,7 @@ def main(path: str) -> None:
     spec = json.loads(Path(path).read_text())
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    setattr(torch, "compile", partial(torch.compile, backend=spec["backend"]))  # noqa: B010  of this process alone
     dist.init_process_group("gloo", init_method=f"file://{spec['store']}", rank=rank, world_size=size)
     out: dict[str, Any] = {}
     reference: dict[str, Any] = {}

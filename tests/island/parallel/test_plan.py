@@ -59,7 +59,6 @@ REFUSED = [
     ({"ranks": 3, "context": 3}, {}, "mesh.context (3) must divide model.sequence_length (64)"),
     ({"ranks": 8, "context": 8}, {}, "model.kv_heads is 4: set mesh.context_method=gather"),
     ({"ranks": 16, "pipeline": 16}, {}, "makes 16 stages, and model.layers is 8: lower mesh.pipeline"),
-    ({"ranks": 2, "tensor": 2}, {"compile": True}, "set memory.compile=false"),
     ({"ranks": 2, "cpu_offload": True}, {"anchors": "device"}, "set memory.anchors=cpu, or mesh.cpu_offload=false"),
     ({"ranks": 2, "expert": 2}, {}, "the model has none: set mesh.expert=1"),
     (
@@ -75,12 +74,6 @@ def test_what_does_not_fit_the_model_is_refused(mesh: dict[str, Any], memory: di
     with pytest.raises(ConfigError) as caught:
         planned(MemoryConfig.model_validate(memory), **mesh)
     assert words in caught.value.message
-
-
-def test_tied_embeddings_have_no_pipeline() -> None:
-    tied = MODEL.model_copy(update={"tie_embeddings": True})
-    with pytest.raises(ConfigError, match=r"tie_embeddings .* set mesh.pipeline=1"):
-        planned(model=tied, ranks=2, pipeline=2)
 
 
 @pytest.mark.parametrize(

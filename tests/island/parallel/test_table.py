@@ -31,15 +31,19 @@ MESHES: dict[str, Case] = {
     "sequence": {"mesh": {"tensor": 2, "sequence_parallel": True}, "model": {"qk_norm": True}},
     "loss": {"mesh": {"tensor": 2, "loss_parallel": True}, "model": {"z_loss": 1e-2}},
     "tied": {"mesh": {"tensor": 2, "sequence_parallel": True}, "model": {"tie_embeddings": True}},
-    "gpipe": {"mesh": {"pipeline": 2, "pipeline_schedule": "gpipe"}},
+    "gpipe": {"mesh": {"pipeline": 2, "pipeline_schedule": "gpipe"}, "model": {"tie_embeddings": True}},
     "1f1b": {"mesh": {"pipeline": 2, "microbatches": 4}, "model": {"z_loss": 1e-2}},
     "interleaved": {"mesh": {"pipeline": 2, "pipeline_schedule": "interleaved-1f1b"}},
     "zero-bubble": {"mesh": {"pipeline": 2, "pipeline_schedule": "zero-bubble"}},
-    "dualpipev": {"mesh": {"pipeline": 2, "pipeline_schedule": "dualpipev"}},
+    "dualpipev": {"mesh": {"pipeline": 2, "pipeline_schedule": "dualpipev"}, "model": {"tie_embeddings": True}},
     "ulysses": {"mesh": {"context": 2}},
     "gather": {"mesh": {"context": 2, "context_method": "gather"}, "model": {"kv_heads": 1}},
     "expert": {"mesh": {"expert": 2}, "model": EXPERTS},
     "expert-context": {"mesh": {"expert": 2, "context": 2}, "model": EXPERTS},
+    "tensor-experts": {
+        "mesh": {"tensor": 2, "sequence_parallel": True},
+        "model": EXPERTS | {"balance": "loss", "balance_factor": 1.0},
+    },
 }
 PRECISIONS: dict[str, Case] = {
     "float32": {},
@@ -49,10 +53,15 @@ PRECISIONS: dict[str, Case] = {
 CHECKPOINTING: dict[str, Case] = {
     name: {"memory": {"activation_checkpointing": name}} for name in ("none", "selective", "full")
 }
+COMPILED: Case = {"memory": {"compile": True}}
 OPTIONS: dict[str, Case] = {
     "accumulated": {"memory": {"accumulate": 2}},
     "accumulated-replicas": {"memory": {"accumulate": 2}, "mesh": {"replicas": 2}},
-    "accumulated-pipeline": {"memory": {"accumulate": 2}, "mesh": {"pipeline": 2}},
+    "accumulated-pipeline": {
+        "memory": {"accumulate": 2},
+        "mesh": {"pipeline": 2},
+        "model": {"tie_embeddings": True},
+    },
     "offloaded": {"mesh": {"cpu_offload": True}},
     "never-resharded": {"mesh": {"reshard_after_forward": "never"}},
     "pipeline-resharded": {"mesh": {"reshard_after_forward": "always", "pipeline": 2}},
@@ -60,6 +69,7 @@ OPTIONS: dict[str, Case] = {
     "flash": {"memory": {"attention": "flash"}},
     "foreign": {"model": {"source": "tests.island.parallel.rank:Foreign"}},
     "foreign-tensor": {"model": {"source": "tests.island.parallel.rank:Foreign"}, "mesh": {"tensor": 2}},
+    "compiled-tensor": {"mesh": {"tensor": 2, "sequence_parallel": True}, "model": {"layers": 2}} | COMPILED,
     "experts-unbalanced": {"mesh": {"pipeline": 2}, "model": EXPERTS | {"balance": "none"}},
 }
 OF_FOUR: dict[str, Case] = {
@@ -67,7 +77,28 @@ OF_FOUR: dict[str, Case] = {
     "tensor-hsdp": {"mesh": {"tensor": 2, "replicas": 2}},
     "tensor-pipeline": {"mesh": {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "loss_parallel": True}},
     "tensor-context": {"mesh": {"tensor": 2, "context": 2, "context_method": "gather", "sequence_parallel": True}},
+    "tensor-pipeline-compiled": {"mesh": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}} | COMPILED,
+    "tensor-expert": {"mesh": {"tensor": 2, "expert": 2, "sequence_parallel": True}, "model": EXPERTS},
+    "tensor-expert-compiled": {"mesh": {"tensor": 2, "expert": 2}, "model": EXPERTS} | COMPILED,
+    "tensor-experts-fsdp": {"mesh": {"tensor": 2}, "model": EXPERTS},
+    "tensor-experts-hsdp": {"mesh": {"tensor": 2, "replicas": 2}, "model": EXPERTS},
+    "tensor-experts-pipeline": {"mesh": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, "model": EXPERTS},
+    "tensor-experts-context": {
+        "mesh": {"tensor": 2, "context": 2, "context_method": "gather", "expert": 2},
+        "model": EXPERTS,
+    },
     "pipeline-fsdp": {"mesh": {"pipeline": 2, "pipeline_schedule": "zero-bubble"}},
+    "pipeline-tied": {"mesh": {"pipeline": 4}, "model": {"tie_embeddings": True}},
+    "pipeline-tied-fsdp": {"mesh": {"pipeline": 2, "replicas": 2}, "model": {"tie_embeddings": True, "vocab_size": 33}},
+    "pipeline-tied-tensor": {
+        "mesh": {"pipeline": 2, "tensor": 2, "pipeline_schedule": "zero-bubble", "loss_parallel": True},
+        "model": {"tie_embeddings": True},
+        "memory": {"accumulate": 2},
+    },
+    "zero-bubble-tied-fsdp": {
+        "mesh": {"pipeline": 2, "pipeline_schedule": "zero-bubble"},
+        "model": {"tie_embeddings": True, "vocab_size": 33},
+    },
     "pipeline-context": {"mesh": {"pipeline": 2, "context": 2}},
     "pipeline-expert": {"mesh": {"pipeline": 2, "expert": 2}, "model": EXPERTS},
     "context-fsdp": {"mesh": {"context": 2}},
@@ -98,10 +129,14 @@ FAST = [
 ]
 
 
-def launch(cases: dict[str, Case], ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """Runs cases one after the other on a group of ranks; what each rank found, by case."""
-    spec = folder / "spec.json"
-    spec.write_text(json.dumps({"store": str(folder / "store"), "out": str(folder / "out"), "cases": cases}))
+def launch(cases: dict[str, Case], ranks: int, folder: Path, backend: str = "aot_eager") -> list[dict[str, Any]]:
+    """Runs cases one after the other on a group of ranks; what each rank found, by case.
+
+    `backend` is that of compiled blocks: `aot_eager` traces forward and backward as `inductor` does, in a tenth of the
+    time.
+    """
+    spec, places = folder / "spec.json", {"store": str(folder / "store"), "out": str(folder / "out")}
+    spec.write_text(json.dumps(places | {"cases": cases, "backend": backend}))
     env = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.island.parallel.rank", str(spec)]
     processes = [subprocess.Popen(command, cwd=ROOT, env={**env, "RANK": str(rank)}) for rank in range(ranks)]
@@ -109,9 +144,9 @@ def launch(cases: dict[str, Case], ranks: int, folder: Path) -> list[dict[str, A
     return [json.loads((folder / f"out.{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def check(cases: dict[str, Case], ranks: int, folder: Path) -> None:
+def check(cases: dict[str, Case], ranks: int, folder: Path, backend: str = "aot_eager") -> None:
     """Asserts that every case does what one process does, or is refused as the plan says."""
-    found = launch(cases, ranks, folder)
+    found = launch(cases, ranks, folder, backend)
     wrong = []
     for name, case in cases.items():
         settings = {"ranks": ranks} | case.get("mesh", {})
@@ -149,7 +184,13 @@ def test_meshes_of_several_dimensions(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_blocks(tmp_path: Path) -> None:
-    compiled: Case = {"memory": {"compile": True}, "model": {"layers": 2}}
-    cases = {"fsdp": compiled, "pipeline": together(compiled, {"mesh": {"pipeline": 2}})}
-    check(cases | {"checkpointed": together(compiled, CHECKPOINTING["full"])}, 2, tmp_path)
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_compiled_meshes(checkpointing: str, tmp_path: Path) -> None:
+    cases = {mesh: together(case, COMPILED, CHECKPOINTING[checkpointing]) for mesh, case in MESHES.items()}
+    check(cases, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp", "sequence", "1f1b", "expert-context"])
+def test_blocks_compiled_into_machine_code(mesh: str, tmp_path: Path) -> None:
+    check({mesh: together(MESHES[mesh], COMPILED, {"model": {"layers": 2}})}, 2, tmp_path, "inductor")

@@ -87,8 +87,8 @@ def test_the_mesh_fits_with_every_number_of_nodes() -> None:
     both = island(mesh={"ranks": 8, "tensor": 2, "pipeline": 2})
     found = agreement.mesh(both, configure()).found
     assert found == "pipeline 2, shard 2, tensor 2; a rank reads 8 sequences a step"
-    tied = agreement.mesh(both, configure("model.tie_embeddings=true"))
-    assert (tied.verdict, tied.code) == ("fail", ExitCode.USAGE) and "set mesh.pipeline=1" in tied.found
+    odd = agreement.mesh(both, configure("model.ffn_dim=101"))
+    assert (odd.verdict, odd.code) == ("fail", ExitCode.USAGE) and "set it to 1" in odd.found
     nodes = {"least": 1, "most": 2, "rendezvous": "host:1"}
     bad = agreement.mesh(island(mesh={"ranks": 4, "context": 2}, nodes=nodes), configure("model.sequence_length=63"))
     assert bad.verdict == "fail" and bad.found.startswith("with 2 of 2 nodes, the mesh does not fit the model")
