@@ -128,6 +128,7 @@ def test_no_process_is_left_behind(demo: Demo) -> None:
     assert not demo.left
 
 
+@pytest.mark.slow
 def test_a_demo_again_is_the_same_to_the_bit(demo: Demo, tmp_path: Path) -> None:
     again = play(tmp_path)
     for kind in ("train", "eval", "end"):

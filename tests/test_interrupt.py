@@ -57,7 +57,8 @@ MOMENTS: dict[str, Callable[[Process, Path], object]] = {
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param(m, marks=pytest.mark.slow if m == "the islands are importing" else ()) for m in MOMENTS]
+    "moment",
+    [pytest.param(m, marks=pytest.mark.slow if m in ("the islands are importing", HANGING) else ()) for m in MOMENTS],
 )
 def test_an_interrupted_demo_ends_at_once_and_altogether(moment: str, tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out"
@@ -129,6 +130,7 @@ def test_sigterm_lets_an_island_leave_and_a_coordinator_take_a_last_snapshot(tmp
         assert saved() == [committed]
 
 
+@pytest.mark.slow
 def test_sigterm_lets_an_island_leave_a_round_that_does_not_end(tmp_path: Path) -> None:
     with running(tmp_path, "a", "b", islands=2) as hand:
         hand.until_step(5)

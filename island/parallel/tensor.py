@@ -157,7 +157,8 @@ def cut(model: Decoder, mesh: MeshConfig, over: DeviceMesh) -> None:
         styles |= {name: RowwiseParallel(output_layouts=stream) for name in rows}
         if parted:
             styles["self_attn"] = PrepareModuleInput(
-                input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+                input_layouts=(Shard(1), None, None, None),
+                desired_input_layouts=(Replicate(), None, None, None),
             )
             if dense:
                 styles["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))

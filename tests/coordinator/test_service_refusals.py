@@ -294,7 +294,7 @@ def test_a_header_that_cannot_be_meant_is_refused_before_anything_is_received(
 ) -> None:
     a, b = at.started("a", "b")
     before = remains(at)
-    monkeypatch.setattr(Upload, "add", None)
+    monkeypatch.setattr(Upload, "add_all", None)
     with pytest.raises(kind, match=words):
         raw_push(at, [a.header(0, whole(FRAGMENT), **fields).SerializeToString(), *GOOD])
     monkeypatch.undo()
@@ -368,12 +368,11 @@ def test_first_parameters_that_are_not_finite_or_foreign_are_refused(at: Rig) ->
 def test_a_push_that_its_sender_gives_up_goes_on_where_it_stopped(at: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     a, _ = at.started("a", "b")
     arrived, ended, go_on = Event(), Event(), Event()
-    add, end = Upload.add, Uploads.end
+    add_all, end = Upload.add_all, Uploads.end
 
-    def noted_add(upload: Upload, message: bytes) -> bool:
-        moved = add(upload, message)
+    def noted_add(upload: Upload, messages: Sequence[bytes]) -> None:
+        add_all(upload, messages)
         arrived.set()
-        return moved
 
     def noted_end(uploads: Uploads, upload: Upload) -> None:
         end(uploads, upload)
@@ -384,7 +383,7 @@ def test_a_push_that_its_sender_gives_up_goes_on_where_it_stopped(at: Rig, monke
         yield GOOD[0]
         go_on.wait(BOUND_S)
 
-    monkeypatch.setattr(Upload, "add", noted_add)
+    monkeypatch.setattr(Upload, "add_all", noted_add)
     monkeypatch.setattr(Uploads, "end", noted_end)
     with grpc.insecure_channel(at.address) as channel:
         call: Any = channel.stream_stream(f"/{SERVICE}/Push", None, None)
@@ -437,7 +436,7 @@ def test_a_full_disk_is_said_to_the_caller_and_the_run_goes_on(at: Rig, monkeypa
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    for method in ("add", "publish"):
+    for method in ("add_all", "publish"):
         with monkeypatch.context() as patch:
             patch.setattr(Upload, method, full)
             with pytest.raises(DilocoError, match=r"the coordinator cannot store this: .*No space left on device"):
