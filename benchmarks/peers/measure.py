@@ -24,8 +24,6 @@ from diloco.errors import DigestMismatch, EnvironmentFault
 
 TURNS, WARM = 6, 3
 """The first turns warm up."""
-FRAGMENTS = 4
-"""Of our model, all in flight at once: updates come while contributions go."""
 OURS, HIVEMIND = ("fp32", "int8", "int4"), ("fp32", "f16", "u8")
 ALIKE = 0.05
 """How far apart the sites' parameters may be after a sync, relative to their size: 8-bit codecs leave them unequal."""
@@ -111,8 +109,7 @@ def measure(elements: int, *, link_mbps: float = 0.0, say: Callable[[str], None]
 def _ours(place: Place, stack: ExitStack, codec: str) -> list[Worker]:
     folder = place.folder / f"diloco-{codec}"
     folder.mkdir()
-    offsets = [*range(FRAGMENTS + 1, 2 * FRAGMENTS + 1)]
-    run = RUN.format(codec=codec, fragments=FRAGMENTS, every=2 * FRAGMENTS, offsets=offsets)
+    run = RUN.format(codec=codec, fragments=1, every=2, offsets=[2])
     listen = "0.0.0.0:0" if place.hub_prefix else f"{LOOPBACK}:0"
     host = stack.enter_context(coordinator(folder, run, listen=listen, prefix=place.hub_prefix))
     port = host.address.rpartition(":")[2]
