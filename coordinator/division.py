@@ -41,7 +41,9 @@ class Division:
     """By shard: where the reading that counts has come to."""
 
     def awaited(self, config: ShardsConfig, island: str) -> int:
-        """How many shards an island gets once others have given them up."""
+        """How many shards an island gets once others have given them up; none where nobody takes over."""
+        if not config.take_over_after_s:
+            return 0
         due = _due(config, self.absent).get(island, ())
         return max(0, len(due) - len(self.reads.get(island, ())))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator import facts
-from coordinator.division import checked
+from coordinator.division import checked, first
 from coordinator.facts import Absent, Accepted, Entry, Fact, Released
 from coordinator.recovery import Recovered, replay, state_row
 from coordinator.rounds import Beat, Contributed, Joined, Kick
@@ -28,6 +28,13 @@ SETTINGS = (
     *("rounds.quorum=1", "rounds.grace_s=1.0", f"rounds.lease_s={LEASE_S}", "run.steps=4000"),
     *(f"shards.count={COUNT}", 'shards.islands=["a","b:2","c"]', f"shards.take_over_after_s={BOUND_S}"),
 )
+
+
+@pytest.mark.parametrize("bound_s", [0.0, BOUND_S])
+def test_nobody_waits_for_shards_that_nobody_holds(bound_s: float) -> None:
+    config = configure(*SETTINGS[4:-1], f"shards.take_over_after_s={bound_s}").shards
+    division = first(config, 1)
+    assert [division.awaited(config, island) for island in (*NAMES, "stranger")] == [0, 0, 0, 0]
 
 
 @dataclass(kw_only=True)
