@@ -6,6 +6,8 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from diloco.errors import ExitCode
 from tests.processes import Hand, wait_until
 
@@ -17,6 +19,7 @@ lease_s = 1.5
 """
 
 
+@pytest.mark.slow
 def test_an_island_that_was_stopped_joins_again_by_itself(tmp_path: Path) -> None:
     with ExitStack() as stack:
         hand = Hand(tmp_path, stack, steps=1_000_000, run=RUN)

@@ -107,6 +107,7 @@ def ends_with_nothing_left(process: Process, which: signal.Signals) -> None:
     assert "Traceback" not in process.output
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_leaves_nothing_running(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     with background("bench", "sync", "--json", str(file), *SMALL, log=tmp_path / "log") as process:

@@ -140,6 +140,7 @@ def test_sigterm_lets_an_island_leave_a_round_that_does_not_end(tmp_path: Path) 
         assert leaves(hand, "a")["state"] == "LEFT"
 
 
+@pytest.mark.slow
 def test_sigterm_lets_an_island_leave_before_the_run_starts(tmp_path: Path) -> None:
     with running(tmp_path, "a", islands=2) as hand:
         wait_until(

@@ -10,6 +10,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -100,6 +101,7 @@ class Trial:
         return found
 
 
+@pytest.mark.slow
 def test_an_island_outlives_coordinators_that_are_killed_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     with ExitStack() as stack:
         plain = Trial(tmp_path / "plain", stack)

@@ -125,6 +125,7 @@ def test_both_ranks_go_back_where_one_has_nan(island: Island, monkeypatch: pytes
     assert seen["seen"][-1][2] == [3, 3, 0], "nobody contributed to one round"
 
 
+@pytest.mark.slow
 def test_both_ranks_train_on_where_nobody_answers(island: Island) -> None:
     island.launch("fsdp", "silent")
     island.until("at")

@@ -144,6 +144,7 @@ def test_contributions_of_all_islands_were_folded(finished: Any) -> None:
     assert len(members) == len(seen)
 
 
+@pytest.mark.slow
 def test_a_sync_holds_no_more_than_the_fragment_in_flight(tmp_path: Path) -> None:
     """256 MiB in 8 fragments: a sync's peak is well below half of the model, as it never gathers it."""
     sync = {"fragments": 8, "every_steps": 8, "overlap_steps": 0, "alpha": 0.0}

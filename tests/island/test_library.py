@@ -39,7 +39,9 @@ def inner_step(net: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "compiled-ddp", "device-ddp", "fsdp", "no-cpu"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", pytest.param("compiled-ddp", marks=pytest.mark.slow), "device-ddp", "fsdp", "no-cpu"]
+)
 def test_two_ranks_and_one_end_with_the_same_bits(tmp_path: Path, kind: str) -> None:
     out, port = tmp_path / "seen", str(free_port())
     with serving(config(), tmp_path / "state") as host, beside(model(), host) as other:
