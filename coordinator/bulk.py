@@ -20,6 +20,7 @@ from coordinator.flow import IDLE_S, Flow, Heard
 from coordinator.fold import Part
 from coordinator.inbox import Stored, codecs_of, part_size, select
 from coordinator.intake import Place
+from coordinator.lanes import Call
 from coordinator.results import Taken
 from coordinator.run import Run
 from coordinator.scan import Scan
@@ -38,7 +39,7 @@ from diloco.errors import (
     StaleEpoch,
 )
 from diloco.failpoints import failpoint
-from diloco.framing import FRAME_BYTES, chunks, pieces_from_proto, read_end, update_end
+from diloco.framing import FRAME_BYTES, Bytes, pieces_from_proto, read_end, split, update_end
 from diloco.layout import Piece
 from diloco.v1 import coordinator_pb2 as pb
 from diloco.window import Window
@@ -104,10 +105,10 @@ class Bulk:
         return pb.Resumption(have_bytes=have, digest=digest)
 
     @answers
-    async def push(self, messages: AsyncIterator[bytes], context: Context) -> None:
+    async def push(self, messages: AsyncIterator[Bytes], context: Context | Call) -> None:
         """Takes one rank's part of a contribution, or of the first parameters."""
         try:
-            header = pb.PushHeader.FromString(await anext(aiter(messages)))
+            header = pb.PushHeader.FromString(bytes(await anext(aiter(messages))))
         except (DecodeError, StopAsyncIteration):
             raise Malformed("a push starts with a PushHeader") from None
         push = self._announced(header)
@@ -118,9 +119,13 @@ class Bulk:
             receipt = _receipt(taken)
         else:
             receipt = await self._take(push, messages, context)
-        await _send(context, pb.PushReply(have_bytes=header.total_bytes, receipt=receipt))
+        last = pb.PushReply(have_bytes=header.total_bytes, receipt=receipt)
+        if isinstance(context, Call):
+            context.last = last.SerializeToString()
+        else:
+            await _send(context, last)
 
-    async def _compare(self, push: _Push, taken: Taken, messages: AsyncIterator[bytes]) -> None:
+    async def _compare(self, push: _Push, taken: Taken, messages: AsyncIterator[Bytes]) -> None:
         """Raises `Conflict` where a part that is known has another digest than its sender has now."""
         if taken.digest:
             end = await anext(_lively(messages), b"")
@@ -129,7 +134,7 @@ class Bulk:
                 rank = push.header.rank
                 raise Conflict(f"rank {rank} has sent {taken.digest} before and sends {digest} now")
 
-    async def _take(self, push: _Push, messages: AsyncIterator[bytes], context: Context) -> pb.Receipt:
+    async def _take(self, push: _Push, messages: AsyncIterator[Bytes], context: Context | Call) -> pb.Receipt:
         """Takes a part that is not known, or whose sender does not know that."""
         run, header = self._run, push.header
         await run.uploads.supersede(push.slot)
@@ -179,7 +184,7 @@ class Bulk:
                 raise
 
     async def _receive(
-        self, push: _Push, upload: Upload, stream: Stream, messages: AsyncIterator[bytes], context: Context
+        self, push: _Push, upload: Upload, stream: Stream, messages: AsyncIterator[Bytes], context: Context | Call
     ) -> pb.Receipt:
         """Takes what is missing of a payload, then what it is."""
         run, header = self._run, push.header
@@ -212,7 +217,7 @@ class Bulk:
         return receipt
 
     @contextlib.asynccontextmanager
-    async def _flow(self, upload: Upload, context: Context) -> AsyncIterator[Flow]:
+    async def _flow(self, upload: Upload, context: Context | Call) -> AsyncIterator[Flow]:
         """Takes messages, and tells their sender how far its payload has come, while the block lasts."""
 
         async def tell(flow: Flow) -> None:
@@ -299,10 +304,10 @@ class Bulk:
     # -- updates and anchors ------------------------------------------------------------------------------------------
 
     @answers
-    async def fetch(self, messages: AsyncIterator[bytes], context: Context) -> None:
+    async def fetch(self, messages: AsyncIterator[Bytes], context: Context | Call) -> None:
         """Sends pieces of an update, or of anchors as they stand."""
         try:
-            request = pb.FetchRequest.FromString(await anext(aiter(messages)))
+            request = pb.FetchRequest.FromString(bytes(await anext(aiter(messages))))
         except (DecodeError, StopAsyncIteration):
             raise Malformed("a fetch starts with a FetchRequest") from None
         header, parts = await self._found(request)
@@ -314,10 +319,7 @@ class Bulk:
             window = Window(run.config.wire.chunk_bytes, progress.window_bytes)
             window.begin(header.first_byte)
             async with Heard(window, messages) as heard:
-                async for message in _ahead(chunks(parts, lambda: window.chunk_bytes, header.first_byte, end)):
-                    await heard.admit(len(message) - FRAME_BYTES)
-                    await _send(context, message)
-                    failpoint("fetch-chunk")
+                await _feed(context, split(parts, lambda: window.chunk_bytes, header.first_byte, end), heard)
             if header.total_bytes:
                 progress.window_bytes = window.bytes
             if header.outcome == "committed":
@@ -374,7 +376,7 @@ def _at_once(byte: int) -> None:
     """The payload is there."""
 
 
-async def _lively(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _lively(messages: AsyncIterator[Bytes]) -> AsyncIterator[Bytes]:
     """The messages of a stream that does not stop half-way without an end."""
     stream = aiter(messages)
     while True:
@@ -390,6 +392,19 @@ async def _lively(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield message
 
 
+async def _feed(context: Context | Call, messages: Iterator[tuple[Bytes, ...]], heard: Heard) -> None:
+    """Sends chunks as the receiver lets them come."""
+    if isinstance(context, Call):
+        while count := await context.feed(messages, heard.admits):
+            await heard.room(count)
+        return
+    async for message in _ahead(map(b"".join, messages)):
+        while not heard.admits(len(message) - FRAME_BYTES):
+            await heard.room(len(message) - FRAME_BYTES)
+        await _send(context, message)
+        failpoint("fetch-chunk")
+
+
 async def _ahead(messages: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Messages, each made on a thread while the one before it is sent."""
     loop = asyncio.get_running_loop()
@@ -399,7 +414,7 @@ async def _ahead(messages: Iterator[bytes]) -> AsyncIterator[bytes]:
         yield message
 
 
-async def _send(context: Context, message: bytes | pb.PushReply) -> None:
+async def _send(context: Context | Call, message: bytes | pb.PushReply) -> None:
     """Sends a message to a caller who takes it."""
     try:
         async with asyncio.timeout(IDLE_S):

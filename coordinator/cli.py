@@ -21,12 +21,12 @@ from diloco.cli import read_text, tls_options
 from diloco.errors import ConfigError, EnvironmentFault, ExitCode, InputError
 
 if TYPE_CHECKING:
-    import grpc
-
+    from coordinator.front import Front
     from coordinator.gate import Gate
     from coordinator.health import Health
     from coordinator.ledger import Ledger
     from coordinator.run import Run
+    from coordinator.tls import Secured
     from diloco.config import RunConfig
     from diloco.tls import TLS
 
@@ -97,14 +97,14 @@ def coordinator(
     from coordinator.tls import server
     from diloco import allocator
 
-    credentials = server(tls)
+    secured = server(tls)
     allocator.keep(heap_bytes=allocator.MESSAGE_BYTES, arenas=allocator.ARENAS)
     import torch
 
     filesystem.check(Path(state), allowed=network_filesystem)
     if threads:
         torch.set_num_threads(threads)
-    return asyncio.run(serve(config, Path(state), listen, grace_s, credentials))
+    return asyncio.run(serve(config, Path(state), listen, grace_s, secured))
 
 
 async def serve(
@@ -112,7 +112,7 @@ async def serve(
     state: Path,
     listen: str,
     grace_s: float = GRACE_S,
-    credentials: grpc.ServerCredentials | None = None,
+    secured: Secured | None = None,
 ) -> int:
     """Serves a run until a signal, or until it was told to stop and all islands have left. Returns the exit code.
 
@@ -136,7 +136,7 @@ async def serve(
     try:
         run = Run(config, store, time.monotonic)
         health, gate = Health(run, time.monotonic), Gate()
-        server, port = await listen_on(run, listen, health, gate, credentials)
+        server, port = await listen_on(run, listen, health, gate, secured)
         run.begin()
         health.begin()
         address = f"{listen.rpartition(':')[0]}:{port}"
@@ -166,31 +166,36 @@ async def listen_on(
     listen: str,
     health: Health | None = None,
     gate: Gate | None = None,
-    credentials: grpc.ServerCredentials | None = None,
-) -> tuple[grpc.aio.Server, int]:
-    """Starts a gRPC server for a run; returns it and its port."""
+    secured: Secured | None = None,
+) -> tuple[Front, int]:
+    """Opens a port for a run; returns what is behind it, and the port."""
     import grpc
 
+    from coordinator.front import Front
     from coordinator.gate import Gate
     from coordinator.health import Health
+    from coordinator.lanes import Lanes
     from coordinator.service import OPTIONS, Service
+    from diloco.framing import SERVICE
 
     server = grpc.aio.server(options=OPTIONS)
     health = health or Health(run, time.monotonic)
     await health.serve(server)
-    server.add_generic_rpc_handlers((Service(run, health, gate or Gate()).handler(),))
+    front = Front(secured.lanes if secured else None)
+    methods = Service(run, health, gate or Gate(), front.origin).methods()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+    here = "127.0.0.1:0"
+    behind = server.add_secure_port(here, secured.grpc) if secured else server.add_insecure_port(here)
     try:
-        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
-    except RuntimeError as error:
+        return front, await front.begin(listen, server, behind, Lanes(methods))
+    except OSError as error:
         raise EnvironmentFault(
             f"cannot listen on {listen}: the port is in use or the address is not this machine's; "
             "name another with --listen HOST:PORT"
         ) from error
-    await server.start()
-    return server, port
 
 
-async def end(run: Run, server: grpc.aio.Server, health: Health, gate: Gate, grace_s: float) -> None:
+async def end(run: Run, server: Front, health: Health, gate: Gate, grace_s: float) -> None:
     """Ends a coordinator in good order. Raises what made the run fail meanwhile."""
     await health.close()
     gate.close()

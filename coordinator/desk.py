@@ -22,10 +22,10 @@ LONGEST_REASON = 200
 
 
 class Desk:
-    """The operator's methods of `diloco.v1.Coordinator` over one run."""
+    """The operator's methods of `diloco.v1.Coordinator` over one run; `origin` says which host a gRPC peer is."""
 
-    def __init__(self, run: Run, health: Health) -> None:
-        self._run, self._health = run, health
+    def __init__(self, run: Run, health: Health, origin: Callable[[str], str]) -> None:
+        self._run, self._health, self._origin = run, health, origin
         self._verbs: dict[str, Callable[[str, str], Awaitable[str]]] = {
             "pause": self._pause,
             "resume": self._resume,
@@ -87,7 +87,7 @@ class Desk:
         if verb is None:
             raise Malformed(f"there is no command {request.verb[:64]!r}; there are {', '.join(self._verbs)}")
         said = plain(request.reason)
-        reason = f"by an operator at {_host(context.peer())}" + (f": {said}" if said else "")
+        reason = f"by an operator at {self._origin(context.peer())}" + (f": {said}" if said else "")
         return pb.CommandReply(message=await verb(request.island_id, reason))
 
     async def _pause(self, _: str, reason: str) -> str:
@@ -139,9 +139,3 @@ def plain(reason: str) -> str:
     if len(reason) > LONGEST_REASON:
         raise Malformed(f"a reason has at most {LONGEST_REASON} characters, not {len(reason)}")
     return "".join(c for c in " ".join(reason.split()) if c.isprintable())
-
-
-def _host(peer: str) -> str:
-    """The address of a gRPC peer, such as "ipv4:10.0.0.5:43210", without its port."""
-    _, _, address = peer.partition(":")
-    return address.rpartition(":")[0].replace("%5B", "").replace("%5D", "") or peer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -12,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from coordinator.upload import Upload, Uploads
 from diloco.errors import DeadlineExceeded
+from diloco.framing import Bytes
 from diloco.v1 import coordinator_pb2 as pb
 from diloco.window import Window
 
@@ -32,7 +34,7 @@ class Flow:
 
     def __init__(self, uploads: Uploads, upload: Upload) -> None:
         self._uploads, self._upload = uploads, upload
-        self._waiting: list[bytes] = []
+        self._waiting: list[Bytes] = []
         self._writing: asyncio.Future[None] | None = None
         self._failed: BaseException | None = None
         self._done, self._moved = asyncio.Event(), asyncio.Event()
@@ -49,7 +51,7 @@ class Flow:
         if rest:
             self._uploads.run(self._upload.slot, self._upload.add_all, rest).add_done_callback(_seen)
 
-    async def add(self, message: bytes) -> None:
+    async def add(self, message: Bytes) -> None:
         """Hands a message over; waits while too many do. Raises what writing earlier ones has raised."""
         self._waiting.append(message)
         self._start()
@@ -108,10 +110,11 @@ class Heard:
         messages: what follows a FetchRequest.
     """
 
-    def __init__(self, window: Window, messages: AsyncIterator[bytes]) -> None:
+    def __init__(self, window: Window, messages: AsyncIterator[Bytes]) -> None:
         self._window, self._messages = window, messages
         self._moved = asyncio.Event()
         self._silent = False
+        self._lock = threading.Lock()
 
     async def __aenter__(self) -> Heard:
         self._listening = asyncio.create_task(self._listen())
@@ -123,22 +126,33 @@ class Heard:
         self._listening.cancel()
         await asyncio.wait([self._listening], timeout=IDLE_S)
 
-    async def admit(self, count: int) -> None:
-        """Returns once so many bytes may be sent. Raises `DeadlineExceeded` where nothing comes through any more."""
-        while not self._window.admits(count) and not self._silent:
+    def admits(self, count: int) -> bool:
+        """Whether so many bytes may be sent now; if so, they count as sent. On any thread."""
+        with self._lock:
+            admitted = self._silent or self._window.admits(count)
+            if admitted:
+                self._window.sent(count, time.monotonic())
+            return admitted
+
+    async def room(self, count: int) -> None:
+        """Returns once `admits` may say yes. Raises `DeadlineExceeded` where nothing comes through any more."""
+        while not self._silent:
             self._moved.clear()
+            with self._lock:
+                if self._window.admits(count):
+                    return
             try:
                 async with asyncio.timeout(IDLE_S):
                     await self._moved.wait()
             except TimeoutError:
                 raise DeadlineExceeded(f"nothing came through for {IDLE_S:g} s: ask for the rest") from None
-        self._window.sent(count, time.monotonic())
 
     async def _listen(self) -> None:
         try:
             async for message in self._messages:
-                progress = pb.FetchProgress.FromString(message)
-                self._window.heard(progress.have_bytes, progress.window_bytes, time.monotonic())
+                progress = pb.FetchProgress.FromString(bytes(message))
+                with self._lock:
+                    self._window.heard(progress.have_bytes, progress.window_bytes, time.monotonic())
                 self._moved.set()
         except DecodeError as error:
             log.debug("what follows a FetchRequest is no progress: %s", error)

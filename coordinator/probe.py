@@ -42,7 +42,7 @@ class Probe:
 
     async def _exchange(self, messages: AsyncIterator[bytes], context: Context) -> None:
         try:
-            request = pb.ProbeRequest.FromString(await anext(messages))
+            request = pb.ProbeRequest.FromString(bytes(await anext(messages)))
         except (DecodeError, StopAsyncIteration):
             raise Malformed("a probe starts with a ProbeRequest") from None
         up = 0

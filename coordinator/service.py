@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, cast, get_args
 
 import grpc
@@ -20,7 +21,7 @@ from coordinator.probe import Probe
 from coordinator.run import Run
 from coordinator.views import contributed, run_state
 from diloco.errors import LayoutError, Malformed, RunMismatch
-from diloco.framing import CONTROL_LIMIT_BYTES, PROTOCOL, SERVICE
+from diloco.framing import CONTROL_LIMIT_BYTES, PROTOCOL
 from diloco.layout import Kind, Layout, TensorSpec
 from diloco.settings import to_toml
 from diloco.v1 import coordinator_pb2 as pb
@@ -49,11 +50,11 @@ OPTIONS = [
 class Service:
     """The methods of `diloco.v1.Coordinator` over one run; those of operators and of bulk have their own rooms."""
 
-    def __init__(self, run: Run, health: Health, gate: Gate) -> None:
-        self._run, self._gate, self._desk = run, gate, Desk(run, health)
+    def __init__(self, run: Run, health: Health, gate: Gate, origin: Callable[[str], str]) -> None:
+        self._run, self._gate, self._desk = run, gate, Desk(run, health, origin)
 
-    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """All methods, for `grpc.aio.Server.add_generic_rpc_handlers`."""
+    def methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        """The handlers of all methods by name."""
         control: dict[str, tuple[Any, Any]] = {
             "Join": (self.join, pb.JoinRequest),
             "Heartbeat": (self.heartbeat, pb.HeartbeatRequest),
@@ -68,7 +69,7 @@ class Service:
             for name, (method, kind) in control.items()
         }
         methods |= Bulk(self._run).methods() | Probe(self._run.admission).methods()
-        return grpc.method_handlers_generic_handler(SERVICE, self._gate.guard(methods))
+        return self._gate.guard(methods)
 
     # -- control --------------------------------------------------------------------------------------------------
 

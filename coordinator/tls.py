@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from diloco.lane import ALPN
 from diloco.tls import TLS, load
 
 if TYPE_CHECKING:
@@ -15,7 +17,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("diloco.coordinator")
 
 
-def server(tls: TLS | None) -> grpc.ServerCredentials | None:
+class Secured(NamedTuple):
+    """The server's side of mutual TLS: of gRPC, and of lanes."""
+
+    grpc: grpc.ServerCredentials
+    lanes: ssl.SSLContext
+
+
+def server(tls: TLS | None) -> Secured | None:
     """Credentials with which a client must show a certificate that an authority of `tls.ca` has signed.
 
     Without `tls` there are none: everybody who reaches the port is let in, which is logged.
@@ -30,4 +39,10 @@ def server(tls: TLS | None) -> grpc.ServerCredentials | None:
         return None
     found = load(tls, lambda path: Path(path).read_bytes(), datetime.now(UTC))
     log.info("mutual TLS; the certificate %s is valid until %s", tls.cert, f"{found.until:%Y-%m-%d %H:%M} UTC")
-    return grpc.ssl_server_credentials([(found.key, found.certificate)], found.authorities, require_client_auth=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(tls.cert, tls.key)
+    context.load_verify_locations(tls.ca)
+    context.set_alpn_protocols([ALPN])
+    pair = [(found.key, found.certificate)]
+    return Secured(grpc.ssl_server_credentials(pair, found.authorities, require_client_auth=True), context)

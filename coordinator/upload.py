@@ -32,7 +32,7 @@ from torch import Tensor
 from coordinator.files import Files
 from diloco.errors import CodecError, Overload
 from diloco.failpoints import failpoint
-from diloco.framing import CONTROL_LIMIT_BYTES, END_BYTES, Assembly, unchunk
+from diloco.framing import CONTROL_LIMIT_BYTES, END_BYTES, Assembly, Bytes, unchunk
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -212,14 +212,14 @@ class Upload(Growing):
         os.ftruncate(self._files[1], len(self._records) * _RECORD.size)
         self._begun = min(self._begun, self.have)
 
-    def add(self, message: bytes) -> bool:
+    def add(self, message: Bytes) -> bool:
         """Takes one chunk, or the end; returns whether it brought anything new. Raises as `add_all` does."""
         batch: list[_Chunk] = []
         new = self._check(message, batch)
         self._write(batch)
         return new
 
-    def add_all(self, messages: Sequence[bytes]) -> None:
+    def add_all(self, messages: Sequence[Bytes]) -> None:
         """Takes chunks, and the end, in their order.
 
         Raises:
@@ -237,7 +237,7 @@ class Upload(Growing):
         if self.watch:
             self.watch(self.payload, self.have)
 
-    def _check(self, message: bytes, batch: list[_Chunk]) -> bool:
+    def _check(self, message: Bytes, batch: list[_Chunk]) -> bool:
         """Adds what a message brings to `batch`, which is to be written; returns whether it brings anything."""
         assert self._assembly is not None
         if len(message) == END_BYTES:

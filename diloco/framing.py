@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -32,6 +33,8 @@ RETRY_AFTER = "diloco-retry-after-ms"
 PROBE_BYTES, PROBE_CHUNK_BYTES = 2**24, 2**18
 """Most that a probe of the line moves each way, and what one message of it has."""
 
+Bytes = bytes | bytearray | memoryview
+
 _FRAME = struct.Struct("<QQ")
 FRAME_BYTES = _FRAME.size
 """Bytes of a chunk before its payload."""
@@ -46,29 +49,51 @@ def check_of(whole: xxhash.xxh3_128) -> int:
     return whole.intdigest() & (2**64 - 1)
 
 
-def chunk(payload: memoryview, offset: int, whole: xxhash.xxh3_128) -> bytes:
-    """One message of a bulk stream: the bytes of the whole payload from `offset`, of which `whole` has taken those
-    before, and takes these."""
+def frame(payload: memoryview, offset: int, whole: xxhash.xxh3_128) -> bytes:
+    """What comes before a chunk: the bytes of the whole payload from `offset`, of which `whole` has taken those before,
+    and takes these."""
     whole.update(payload)
-    return b"".join((_FRAME.pack(offset, check_of(whole)), payload))
+    return _FRAME.pack(offset, check_of(whole))
 
 
-def unchunk(message: bytes) -> tuple[int, int, memoryview]:
+def chunk(payload: memoryview, offset: int, whole: xxhash.xxh3_128) -> bytes:
+    """One message of a bulk stream, as `frame` says."""
+    return b"".join((frame(payload, offset, whole), payload))
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A chunk whose payload has been received where it belongs."""
+
+    frame: Bytes
+    payload: memoryview
+
+    def __len__(self) -> int:
+        return len(self.frame) + len(self.payload)
+
+    def __bytes__(self) -> bytes:
+        return b"".join((self.frame, self.payload))
+
+
+def unchunk(message: Bytes | Placed) -> tuple[int, int, memoryview]:
     """(offset, check, payload) of one message. Raises `CodecError` where it is torn."""
+    if isinstance(message, Placed):
+        return (*_FRAME.unpack(message.frame), message.payload)
     if len(message) <= FRAME_BYTES:
         raise CodecError(f"a chunk of {len(message)} bytes is damaged: it has no payload")
     return (*_FRAME.unpack_from(message), memoryview(message)[FRAME_BYTES:])
 
 
-def chunks(
+def split(
     parts: Iterable[Tensor],
     chunk_bytes: int | Callable[[], int],
     first_byte: int = 0,
     end_byte: int | None = None,
     *,
     ended: bool = False,
-) -> Iterator[bytes]:
-    """Cuts payloads (uint8, contiguous) into messages of at most `chunk_bytes`, filled across their borders.
+) -> Iterator[tuple[Bytes, ...]]:
+    """Cuts payloads (uint8, contiguous) into messages of at most `chunk_bytes`, filled across their borders. A message
+    comes as its parts one after the other: what is of the payload is a view of it, where it lies in one piece.
 
     Args:
         parts: the whole payload, in order.
@@ -95,16 +120,28 @@ def chunks(
             room -= len(taken)
             if not room:
                 full, waiting = _joined(waiting), []
-                yield chunk(full, offset, whole)
+                yield frame(full, offset, whole), full
                 room, offset = size(), offset + len(full)
         if left == 0:
             break
     if waiting:
         last = _joined(waiting)
-        yield chunk(last, offset, whole)
+        yield frame(last, offset, whole), last
         offset += len(last)
     if ended:
-        yield whole.digest()
+        yield (whole.digest(),)
+
+
+def chunks(
+    parts: Iterable[Tensor],
+    chunk_bytes: int | Callable[[], int],
+    first_byte: int = 0,
+    end_byte: int | None = None,
+    *,
+    ended: bool = False,
+) -> Iterator[bytes]:
+    """The messages that `split` makes, each in one piece."""
+    return map(b"".join, split(parts, chunk_bytes, first_byte, end_byte, ended=ended))
 
 
 def _joined(views: list[memoryview]) -> memoryview:
@@ -127,14 +164,14 @@ def update_end(digest: int) -> bytes:
     return (digest & (2**64 - 1)).to_bytes(UPDATE_END_BYTES, "little")
 
 
-def read_update_end(message: bytes) -> int:
+def read_update_end(message: Bytes) -> int:
     """The digest (unsigned) at the end of a fetch of an update. Raises `CodecError` for other messages."""
     if len(message) != UPDATE_END_BYTES:
         raise CodecError(f"an update ends with {UPDATE_END_BYTES} bytes, not {len(message)}")
     return int.from_bytes(message, "little")
 
 
-def read_end(message: bytes) -> str:
+def read_end(message: Bytes) -> str:
     """The digest (hex) at the end of a push. Raises `CodecError` for other messages."""
     if len(message) != END_BYTES:
         raise CodecError(f"a push ends with {END_BYTES} bytes, not {len(message)}")
@@ -163,7 +200,7 @@ class Assembly:
         """XXH3-128 (hex) of the bytes that are here."""
         return self._whole.hexdigest()
 
-    def fresh(self, message: bytes) -> memoryview:
+    def fresh(self, message: Bytes | Placed) -> memoryview:
         """What a message adds behind what was found good. The holder stores it, then calls `took`, for one or several.
 
         Raises:
@@ -195,7 +232,7 @@ class Assembly:
         """Forgets what was found good and is not stored."""
         self._next, self.ahead = self._whole, self.have
 
-    def end(self, message: bytes) -> None:
+    def end(self, message: Bytes) -> None:
         """Takes the end of a push. Raises `CodecError` where it is not of the bytes that have come."""
         digest = read_end(message)
         if digest != self.digest:
@@ -221,10 +258,16 @@ class Collector:
         """Bytes that are here, from the first: where the next stream is to go on."""
         return self._assembly.have
 
-    def add(self, message: bytes) -> None:
-        """Takes one message; raises what `Assembly.fresh` does."""
+    def room(self, count: int) -> memoryview | None:
+        """Where the payload of a message of `count` bytes belongs that goes on here; none where it cannot be one."""
+        size = count - FRAME_BYTES
+        return self._bytes[self.have :][:size].data if 0 < size <= self._bytes.size - self.have else None
+
+    def add(self, message: Bytes | Placed) -> None:
+        """Takes one message, which may have been received in its `room`; raises what `Assembly.fresh` does."""
         fresh, have = self._assembly.fresh(message), self.have
-        numpy.copyto(self._bytes[have:][: len(fresh)], numpy.frombuffer(fresh, numpy.uint8))  # lets other threads run
+        if not isinstance(message, Placed):
+            numpy.copyto(self._bytes[have:][: len(fresh)], numpy.frombuffer(fresh, numpy.uint8))  # others may run
         self._assembly.took()
 
     def finish(self) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 FIRST_BYTES = 2**18
+FIRST_LIMIT_BYTES = 2**20
 LEAST_BYTES = 2**17
 LEAST_CHUNK_BYTES = 2**16
 CHUNKS = 4
@@ -31,11 +32,12 @@ class Window:
     Args:
         chunk_bytes: largest payload of a message.
         begin_bytes: the window to begin with, as of an earlier stream.
+        limit_bytes: what the other side allows, as an earlier stream has heard.
     """
 
-    def __init__(self, chunk_bytes: int, begin_bytes: int = FIRST_BYTES) -> None:
+    def __init__(self, chunk_bytes: int, begin_bytes: int = FIRST_BYTES, limit_bytes: int = FIRST_LIMIT_BYTES) -> None:
         self.bytes = max(LEAST_BYTES, begin_bytes)
-        self.limit_bytes = 2**20
+        self.limit_bytes = limit_bytes
         """What the other side allows."""
         self._chunk_bytes = chunk_bytes
         self._sent: deque[tuple[int, float]] = deque()

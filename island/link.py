@@ -39,14 +39,17 @@ from diloco.framing import (
     RETRY_AFTER,
     SERVICE,
     UPDATE_END_BYTES,
+    Bytes,
     Collector,
-    chunks,
+    Placed,
     digest_of,
     read_update_end,
+    split,
 )
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
-from diloco.window import FIRST_BYTES, Window
+from diloco.window import FIRST_BYTES, FIRST_LIMIT_BYTES, Window
+from island.lanes import GrpcCall, LaneCall, Lanes, Parts, Stream
 from island.sockets import SocketCounter, Traffic
 from island.spool import Spool
 from island.throttle import Throttle
@@ -122,14 +125,12 @@ class Link:
         self._control, self._bulk = (channel(address, tls, _OPTIONS) for _ in range(2))
         self.buffers = Buffers(torch.uint8)
         """For payloads; whoever has one of a fetch may give it back."""
-        self._window_bytes = FIRST_BYTES
-        """What the last push had under way: the next one begins with it."""
+        self._window_bytes, self._limit_bytes = FIRST_BYTES, FIRST_LIMIT_BYTES
+        """What the last push had under way, and was allowed to: the next one begins with it."""
         self._turns = Turns()
         self._up, self._down = Throttle(bytes_per_s), Throttle(bytes_per_s)
         self._counter = SocketCounter(int(port))
-        self._push = self._bulk.stream_stream(f"/{SERVICE}/Push", None, pb.PushReply.FromString)
-        self._fetch = self._bulk.stream_stream(f"/{SERVICE}/Fetch", None, None)
-        self._probe: Any = self._bulk.stream_stream(f"/{SERVICE}/Probe", None, None)
+        self._lanes = Lanes(host, int(port), tls, idle_s, self._counter.sample)
 
     def sibling(self, address: str) -> Link:
         """A connection to another coordinator of the run, as patient as this one and under the same cap."""
@@ -141,6 +142,7 @@ class Link:
         """Closes the connections."""
         self._control.close()
         self._bulk.close()
+        self._lanes.close()
 
     def traffic(self) -> Traffic:
         """Bytes this process has sent to and received from the coordinator, counted at its sockets."""
@@ -202,12 +204,19 @@ class Link:
             yield pb.ProbeRequest(down_bytes=down_bytes).SerializeToString()
             yield from (chunk[: up_bytes - begin] for begin in range(0, up_bytes, len(chunk)))
 
-        begin, answer = time.monotonic(), self._probe(messages(), timeout=timeout_s)
+        begin, answer = time.monotonic(), self._stream("Probe", messages())
+        timer = threading.Timer(timeout_s, answer.cancel)
+        timer.start()
         try:
-            sent = pb.ProbeReply.FromString(next(answer)).up_bytes
+            sent = pb.ProbeReply.FromString(bytes(next(answer))).up_bytes
             come = sum(len(message) for message in answer)
         except grpc.RpcError as error:
+            if time.monotonic() - begin >= timeout_s:
+                raise DeadlineExceeded(f"the line to {self.address} took longer than {timeout_s:g} s") from error
             raise self._translated(error) from error
+        finally:
+            timer.cancel()
+            answer.close()
         if (sent, come) != (up_bytes, down_bytes):
             raise DilocoError(f"of {up_bytes} bytes {sent} came to {self.address}, and of {down_bytes} back {come}")
         return time.monotonic() - begin
@@ -233,6 +242,13 @@ class Link:
 
     # -- bulk -----------------------------------------------------------------------------------------------------
 
+    def _stream(self, name: str, messages: Iterable[Parts]) -> Stream:
+        """Calls a bulk method: over a lane, or over gRPC where there is none to be had."""
+        lane = self._lanes.open()
+        if lane:
+            return LaneCall(self._lanes, lane, name, messages)
+        return GrpcCall(self._bulk.stream_stream(f"/{SERVICE}/{name}", None, None), messages)
+
     def push(
         self,
         header: pb.PushHeader,
@@ -253,7 +269,7 @@ class Link:
         sent = pb.PushHeader()
         sent.CopyFrom(header)
         pace, ask = _Pace(), resumed
-        window = Window(chunk_bytes, self._window_bytes)
+        window = Window(chunk_bytes, self._window_bytes, self._limit_bytes)
 
         def attempt() -> pb.Receipt:
             nonlocal ask
@@ -271,24 +287,27 @@ class Link:
             ask = True
             window.begin(sent.first_byte)
             receipt = self._push_once(
-                sent, pace, window, chunks(parts(), lambda: window.chunk_bytes, sent.first_byte, ended=True)
+                sent, pace, window, split(parts(), lambda: window.chunk_bytes, sent.first_byte, ended=True)
             )
-            self._window_bytes = window.bytes
+            self._window_bytes, self._limit_bytes = window.bytes, window.limit_bytes
             return receipt
 
         return self._retried(attempt, PUSH_AGAIN, pace)
 
-    def _push_once(self, header: pb.PushHeader, pace: _Pace, window: Window, body: Iterator[bytes]) -> pb.Receipt:
+    def _push_once(
+        self, header: pb.PushHeader, pace: _Pace, window: Window, body: Iterable[tuple[Bytes, ...]]
+    ) -> pb.Receipt:
         failure: list[DilocoError] = []
         changed, over = threading.Condition(), False
 
-        def messages() -> Iterator[bytes]:
+        def messages() -> Iterator[Parts]:
             yield header.SerializeToString()
             failpoint("push-begun")
             for message in body:
                 wait()
-                self._up.take(len(message))
-                count = max(0, len(message) - FRAME_BYTES)
+                size = sum(map(len, message))
+                self._up.take(size)
+                count = max(0, size - FRAME_BYTES)
                 with changed:
                     while not (over or window.admits(count)):
                         changed.wait(self._idle_s)
@@ -301,12 +320,13 @@ class Link:
             done()
             failpoint("push-sent")
 
-        receipt = None
+        receipt, call = None, None
         try:
             with self._turns.stream() as (wait, done):
-                call: Any = self._push(_noting(messages(), failure))
+                call = self._stream("Push", _noting(messages(), failure))
                 with self._watched(call, pace):
-                    for reply in call:
+                    for answer in call:
+                        reply = pb.PushReply.FromString(bytes(answer))
                         with changed:
                             window.heard(reply.have_bytes, reply.window_bytes, time.monotonic())
                             changed.notify()
@@ -318,9 +338,11 @@ class Link:
             with changed:
                 over = True
                 changed.notify()
+            if call:
+                call.close()
         if receipt is None:
             raise Unreachable(f"{self.address} ended a push without a receipt")
-        return cast(pb.Receipt, receipt)
+        return receipt
 
     def fetch(
         self,
@@ -375,10 +397,10 @@ class Link:
             while (have := progress.get()) is not None:
                 yield pb.FetchProgress(have_bytes=have, window_bytes=WINDOW_BYTES).SerializeToString()
 
-        stream: Any = self._fetch(said())
+        stream = self._stream("Fetch", said())
         try:
             with self._watched(stream, pace, request.wait_s):
-                header = pb.FetchHeader.FromString(next(stream))
+                header = pb.FetchHeader.FromString(bytes(next(stream)))
                 if header.total_bytes not in (0, expected_bytes):
                     stream.cancel()
                     raise Refused(f"expected {expected_bytes} bytes of the pieces, offered {header.total_bytes}")
@@ -392,9 +414,10 @@ class Link:
                     self._forget(held, pace)
                     held.append((header, self._collector(header, spool)))
                 (header, collector), ended = held[0], None
+                stream.room = collector.room
                 for message in stream:
                     self._down.take(len(message))
-                    if len(message) == UPDATE_END_BYTES:
+                    if len(message) == UPDATE_END_BYTES and not isinstance(message, Placed):
                         ended = read_update_end(message)
                         continue
                     collector.add(message)
@@ -412,6 +435,7 @@ class Link:
             raise self._translated(error, pace) from error
         finally:
             progress.put(None)
+            stream.close()
 
     def _collector(self, header: pb.FetchHeader, spool: Path | None) -> Collector:
         if spool and header.outcome == "anchor" and header.total_bytes:
@@ -425,7 +449,7 @@ class Link:
         held.clear()
 
     @contextmanager
-    def _watched(self, call: Any, pace: _Pace, extra_s: float = 0.0) -> Iterator[None]:
+    def _watched(self, call: Stream, pace: _Pace, extra_s: float = 0.0) -> Iterator[None]:
         """Cancels a call that moves no byte for the link's idle time, and `extra_s` before its first."""
         done, pace.moved_at, begin = threading.Event(), time.monotonic(), time.monotonic()
         pace.stalled = False
@@ -536,7 +560,7 @@ def _same(header: pb.FetchHeader, other: pb.FetchHeader) -> bool:
     return payload(header) == payload(other)
 
 
-def _noting(messages: Iterator[bytes], failure: list[DilocoError]) -> Iterator[bytes]:
+def _noting(messages: Iterable[Parts], failure: list[DilocoError]) -> Iterator[Parts]:
     """Passes messages on; keeps the error that ends them, since gRPC would replace it by one of its own."""
     try:
         yield from messages

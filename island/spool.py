@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from google.protobuf.message import DecodeError
 
-from diloco.framing import Collector, unchunk
+from diloco.framing import Bytes, Collector, Placed, unchunk
 from diloco.v1 import coordinator_pb2 as pb
 
 _RECORD = struct.Struct("<QQQ")
@@ -71,7 +71,7 @@ class Spool(Collector):
         with self._sums_path.open("r+b") as sums:
             sums.truncate(good * _RECORD.size)
 
-    def add(self, message: bytes) -> None:
+    def add(self, message: Bytes | Placed) -> None:
         """Takes one message; raises what `Assembly.fresh` does."""
         super().add(message)
         offset, check, block = unchunk(message)

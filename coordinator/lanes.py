@@ -1,0 +1,272 @@
+"""Bulk calls over lanes (`diloco/lane.py`): the same methods as over gRPC, called with the same two arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from diloco.errors import Malformed
+from diloco.failpoints import failpoint
+from diloco.framing import FRAME_BYTES, Bytes, Placed
+from diloco.lane import Encryption, Kind, Lane
+from diloco.v1 import coordinator_pb2 as pb
+
+log = logging.getLogger("diloco.coordinator")
+IDLE_S = 120.0
+"""A lane that moves no byte for so long within a call is dead."""
+KEEP_S = 60.0
+"""How long a lane stays open between two calls."""
+LAST_S = 10.0
+"""How long a caller may take to end a call that is over, or to shake hands."""
+AHEAD = 2
+"""Messages that are received before they are asked for."""
+
+
+class Ended(Exception):
+    """The call is over, by an error that its caller is told."""
+
+
+class Call:
+    """One call: what a method takes for gRPC's context, and the messages that come.
+
+    A thread receives; what is sent, a thread sends.
+    """
+
+    def __init__(self, lane: Lane, sender: ThreadPoolExecutor) -> None:
+        self._lane, self._sender = lane, sender
+        self._loop = asyncio.get_running_loop()
+        self._coming: asyncio.Queue[Bytes | Placed | Malformed | None] = asyncio.Queue()
+        self._room = threading.Semaphore(AHEAD)
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._over = False
+        self._held: tuple[Bytes, ...] | None = None
+        self.last = b""
+        """A message that goes out together with the end."""
+        self.broken = asyncio.Event()
+        """The lane is of no more use: it was closed, or what came is no frame."""
+        self.heard = asyncio.Event()
+        """Nothing more will come in this call."""
+        threading.Thread(target=self._receive, name="lane", daemon=True).start()
+
+    def _receive(self) -> None:
+        broken = True
+        try:
+            while frame := self._lane.receive():
+                kind, content = frame
+                if kind is Kind.END:
+                    broken = False
+                    break
+                if kind is not Kind.MESSAGE:
+                    raise Malformed(f"a call is messages and an end, and {kind.name} came within one")
+                if not self._over:
+                    self._room.acquire()
+                if not self._over:
+                    self._loop.call_soon_threadsafe(self._coming.put_nowait, content)
+        except OSError as error:
+            log.debug("a lane ended with %r", error)
+        except Malformed as error:
+            self._loop.call_soon_threadsafe(self._coming.put_nowait, error)
+            self._lane.drain()
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+            self._loop.call_soon_threadsafe(self._done, broken)
+
+    def _done(self, broken: bool) -> None:
+        self.heard.set()
+        if broken:
+            self.broken.set()
+        else:
+            self._coming.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[Any]:
+        """What the caller sends, until its end. Raises `Malformed` where that is no message."""
+        while (message := await self._coming.get()) is not None:
+            if isinstance(message, Malformed):
+                raise message
+            self._room.release()
+            yield message
+
+    def finish(self) -> None:
+        """Whatever still comes is passed over."""
+        self._over = True
+        self._room.release()
+
+    async def write(self, message: Any) -> None:
+        """Sends a message (bytes or protobuf)."""
+        await self._send(Kind.MESSAGE, message if isinstance(message, bytes) else message.SerializeToString())
+
+    def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None:
+        """What goes with an error."""
+        self._metadata = metadata
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        """Ends the call with an error."""
+        error = pb.CallError(status=code.name, details=details, metadata=dict(self._metadata))
+        await self._send(Kind.ERROR, error.SerializeToString())
+        raise Ended
+
+    async def feed(self, messages: Iterator[tuple[Bytes, ...]], admits: Callable[[int], bool]) -> int:
+        """Sends chunks as long as their payloads are admitted; returns the size of one that is not, and waits for the
+        next `feed`, or 0 once all are sent."""
+        count: int = await self._on_sender(self._feed, messages, admits)
+        return count
+
+    def _feed(self, messages: Iterator[tuple[Bytes, ...]], admits: Callable[[int], bool]) -> int:
+        while message := self._held or next(messages, None):
+            self._held = message
+            count = sum(map(len, message)) - FRAME_BYTES
+            if not admits(count):
+                return count
+            self._lane.send(Kind.MESSAGE, *message)
+            self._held = None
+            failpoint("fetch-chunk")
+        return 0
+
+    async def end(self) -> None:
+        """Ends the call in good order, with its last message if there is one."""
+        last, self.last = self.last, b""
+
+        def send() -> None:
+            if last:
+                self._lane.send(Kind.MESSAGE, last)
+            self._lane.send(Kind.END)
+
+        await self._on_sender(send)
+
+    async def _send(self, kind: Kind, content: bytes) -> None:
+        await self._on_sender(self._lane.send, kind, content)
+
+    async def _on_sender(self, work: Callable[..., Any], *args: object) -> Any:
+        try:
+            return await self._loop.run_in_executor(self._sender, work, *args)
+        except OSError as error:
+            log.debug("a lane took nothing: %r", error)
+            raise Ended from error
+
+
+class Lanes:
+    """The lanes of one coordinator, until `close`.
+
+    Args:
+        handlers: gRPC method handlers by name; those with streams both ways may be called.
+    """
+
+    def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
+        self._methods: dict[str, Any] = {name: h.stream_stream for name, h in handlers.items() if h.stream_stream}
+        self._open: set[Lane] = set()
+        self._calls: set[Call] = set()
+        self._quiet = asyncio.Event()
+
+    async def serve(self, sock: socket.socket, encryption: Encryption | None) -> None:
+        """Serves the calls of a connection whose other end has named this protocol, until it is closed."""
+        sock.setblocking(True)
+        sock.settimeout(LAST_S)
+        lane = Lane(sock, encryption)
+        self._open.add(lane)
+        sender = ThreadPoolExecutor(1, "lane sender")
+        try:
+            if not await _on(sender, _greeted, sock, lane, encryption):
+                return
+            while (lane.pending or await self._idle(sock)) and await self._call(lane, sender):
+                pass
+        except (OSError, Malformed) as error:
+            log.debug("a lane ended with %r", error)
+        finally:
+            self._open.discard(lane)
+            lane.close()
+            sender.shutdown(wait=False)  # it may wait for what is still being made
+
+    async def _idle(self, sock: socket.socket) -> bool:
+        """Waits for the next call; returns whether one comes."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(sock, ready.set)
+        try:
+            async with asyncio.timeout(KEEP_S):
+                await ready.wait()
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(sock)
+        sock.settimeout(IDLE_S)
+        return True
+
+    async def _call(self, lane: Lane, sender: ThreadPoolExecutor) -> bool:
+        """Serves one call; returns whether another may follow on this lane."""
+        frame = await _on(sender, lane.receive)
+        if frame is None:
+            return False
+        kind, name = frame[0], bytes(frame[1]).decode(errors="replace")
+        if kind is not Kind.CALL:
+            raise Malformed(f"a call begins with its name, not with {kind.name}")
+        self._calls.add(call := Call(lane, sender))
+        task = asyncio.ensure_future(self._answer(name, call))
+        cut = asyncio.ensure_future(call.broken.wait())
+        try:
+            await asyncio.wait((task, cut), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()
+            cut.cancel()
+            await asyncio.wait((task,))
+            call.finish()
+            self._calls.discard(call)
+            if not self._calls:
+                self._quiet.set()
+        if task.cancelled() or call.broken.is_set():
+            return False
+        whole = task.result()
+        try:  # closed with bytes that nobody has read, a connection takes back what it has sent
+            async with asyncio.timeout(LAST_S):
+                await call.heard.wait()
+        except TimeoutError:
+            return False
+        return whole and not call.broken.is_set()
+
+    async def _answer(self, name: str, call: Call) -> bool:
+        """Has the method answer; returns whether the call has ended well."""
+        try:
+            method = self._methods.get(name)
+            if method is None:
+                await call.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no method {name[:64]!r}")
+            else:
+                await method(call.messages(), call)
+            await call.end()
+        except Ended:
+            return False
+        except Exception:
+            log.exception("%s failed", name)
+            with contextlib.suppress(Ended):
+                await call.abort(grpc.StatusCode.UNKNOWN, f"{name} failed; the coordinator's log says more")
+            return False
+        return True
+
+    async def close(self, grace: float | None) -> None:
+        """Closes all lanes; calls that are under way then may end within `grace` seconds, and are cancelled."""
+        self._quiet.clear()
+        if self._calls and grace:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace):
+                    await self._quiet.wait()
+        for lane in list(self._open):
+            lane.close()
+
+
+def _greeted(sock: socket.socket, lane: Lane, encryption: Encryption | None) -> bool:
+    """Shakes hands; returns whether the other side means it."""
+    if encryption:
+        encryption.shake_hands(sock)
+    if not lane.greeted():
+        return False
+    lane.greet()
+    return True
+
+
+async def _on(pool: ThreadPoolExecutor, work: Callable[..., Any], *args: object) -> Any:
+    """Runs work on a thread."""
+    return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
