@@ -96,14 +96,14 @@ class Lanes:
                     return lane
                 self._end(lane)
         try:
-            lane = self._connect()
+            made = self._connect()
         except OSError as error:
             log.debug("no lane to %s: %r", self._host, error)
             return None
-        if lane is None and not self._told:
+        if made is None and not self._told:
             self._told = True
             log.info("what answers at %s:%d speaks gRPC alone: bulk goes over gRPC too", self._host, self._port)
-        return lane
+        return made
 
     def _connect(self) -> Lane | None:
         sock = socket.create_connection((self._host, self._port), timeout=CONNECT_S)
