@@ -24,7 +24,7 @@ from diloco.errors import DigestMismatch, EnvironmentFault
 
 TURNS, WARM = 6, 3
 """The first turns warm up."""
-OURS, HIVEMIND = ("fp32", "int8", "int4"), ("fp32", "f16", "u8")
+OURS, HIVEMIND = ("fp32", "int8", "int4", "topk"), ("fp32", "f16", "u8")
 ALIKE = 0.05
 """How far apart the sites' parameters may be after a sync, relative to their size: 8-bit codecs leave them unequal."""
 LOOPBACK = "127.0.0.1"
