@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import tensors
 from benchmarks.processes import serve
 from island.session import Session, join
 
 LAYERS, LENGTH, BATCH, VOCABULARY = 4, 64, 8, 256
+PEAKS = 12
 
 
 class Loop:
@@ -31,17 +33,20 @@ class Loop:
         durations = []
         for _ in range(steps):
             begin = time.perf_counter()
-            logits = self._model(self._batch)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), self._batch.flatten())
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            if self._site:
-                self._site.step(tokens=self._batch.numel())
+            self._step()
             if self._device != "cpu":
                 torch.cuda.synchronize()
             durations.append(time.perf_counter() - begin)
         return statistics.median(durations)
+
+    def _step(self) -> None:
+        logits = self._model(self._batch)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), self._batch.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._site:
+            self._site.step(tokens=self._batch.numel())
 
     def edge(self) -> float:
         """The median duration of the edge after a step, with nothing before it, in seconds."""
@@ -58,6 +63,14 @@ class Loop:
         held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in self._model.parameters())
         peak = torch.cuda.max_memory_allocated() if self._device != "cpu" else 0
         return psutil.Process().memory_info().rss, peak, held
+
+    def tensors(self) -> tuple[int, int]:
+        """Bytes of all tensors between two steps, and with those that are there at the peak of a step.
+
+        Of several steps that whose peak is lowest: with FSDP the moment at which gathered weights are freed varies.
+        """
+        held = tensors.held()
+        return held, held + min(tensors.peak(self._step) for _ in range(PEAKS))
 
 
 def main() -> None:

@@ -87,6 +87,8 @@ def measure(
         yield Record(name=f"the edge after it alone, {shape}, beside a bare step", value=edge, unit="s", limit=bare)
         bare_bytes, joined_bytes = (workers[0].ask("memory") for workers in islands.values())
         yield from memory(shape, bare_bytes, joined_bytes, anchors)
+        bare_tensors, joined_tensors = (together(workers, "tensors")[0] for workers in islands.values())
+        yield from tensors(shape, bare_tensors, joined_tensors, bare_bytes[2])
 
 
 def memory(shape: str, bare: Sequence[int], joined: Sequence[int], anchors: AnchorPolicy) -> Iterator[Record]:
@@ -107,3 +109,20 @@ def memory(shape: str, bare: Sequence[int], joined: Sequence[int], anchors: Anch
                 unit="MiB",
                 limit=(bare[which] + ANCHOR_BYTES * bare[2] * here) / 2**20,
             )
+
+
+def tensors(shape: str, bare: Sequence[int], joined: Sequence[int], parameters: int) -> Iterator[Record]:
+    """Yields what tensors a rank that has joined holds beyond one that has not, beside its anchors, wherever they are.
+
+    Args:
+        shape: of the model and the island, for the names of records.
+        bare, joined: bytes of all tensors between two steps, and at the peak of a step.
+        parameters: that the rank holds.
+    """
+    for when, before, after in zip(("between steps", "at the peak of a step"), bare, joined, strict=True):
+        yield Record(
+            name=f"tensors beyond the bare loop's {when}, {shape}, beside anchors of {ANCHOR_BYTES} bytes a parameter",
+            value=(after - before) / 2**20,
+            unit="MiB",
+            limit=ANCHOR_BYTES * parameters / 2**20,
+        )

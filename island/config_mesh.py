@@ -117,7 +117,10 @@ class MemoryConfig(Settings):
     """Whether each block is compiled (`torch.compile`): faster after the first step, which takes a minute or so."""
     fp8: bool = False
     """Matrix products of the blocks in float8 with a scale per row (torchao); needs a GPU of compute capability 8.9 or
-    more."""
+    more, unless they are emulated."""
+    fp8_emulated: bool = False
+    """Whether the products of `memory.fp8` are taken in the dtype of compute, of values rounded to float8: on any
+    device, to see what float8 does to a training. Slower than without."""
     attention: Attention = "auto"
     """Which kernel of torch's scaled_dot_product_attention: the fastest that can; FlashAttention; memory-efficient;
     cuDNN; or the plain products."""
@@ -125,3 +128,12 @@ class MemoryConfig(Settings):
     """Where the anchors of what a rank holds are kept, 4 bytes a parameter. `cpu`: in RAM, pinned with CUDA; at a sync
     they come over the bus to be mixed, while training waits. `device`: beside the parameters, where there is room for
     them. Islands of either kind hold the same bits."""
+
+    @model_validator(mode="after")
+    def _check_fp8(self) -> MemoryConfig:
+        if self.fp8_emulated and not self.fp8:
+            raise ValueError(
+                "memory.fp8_emulated says how the products of memory.fp8 are taken, and memory.fp8 is false: "
+                "set memory.fp8=true, or memory.fp8_emulated=false"
+            )
+        return self

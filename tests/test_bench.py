@@ -62,10 +62,13 @@ def test_a_sync_is_measured_by_stages_and_as_a_whole(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("anchors", ["cpu", "device"])
 def test_taking_part_is_measured_beside_a_bare_loop(tmp_path: Path, anchors: str) -> None:
-    step, edge, memory = measured(tmp_path, "overhead", "--dim", "64", "--ranks", "2", "--anchors", anchors)
+    found = measured(tmp_path, "overhead", "--dim", "64", "--ranks", "2", "--anchors", anchors)
+    step, edge, memory, between, within = found
     assert (step["unit"], memory["unit"]) == ("s", "MiB")
     assert edge["limit"] == step["limit"]
     assert edge["value"] < step["value"]
+    assert between["value"] == between["limit"] == within["limit"], "its anchors, and no other tensor"
+    assert within["value"] > 0
 
 
 @pytest.mark.parametrize(

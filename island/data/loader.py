@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from types import TracebackType
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diloco.errors import ConfigError, DeadlineExceeded, DilocoError, EnvironmentFault
 from diloco.shards import Place
@@ -19,9 +21,12 @@ from island.data.cursor import Cursor, merge
 from island.data.packing import Indices, Packed, split
 from island.data.streams import Stream, StreamRows
 from island.group import Group
-from island.ties import tie_worker
+from island.ties import Workers
 
+log = logging.getLogger("diloco.island")
 Batch = tuple[Tensor, Tensor]
+_ENDED = "DataLoader worker (pid"
+"""In what torch raises, in whatever the main thread does, where a worker has failed or was killed."""
 
 
 class Batches:
@@ -61,6 +66,8 @@ class Batches:
             )
         self._source, self._shards, self._seed, self._data = source, shards, seed, data
         self._rank, self._ranks, self._pin = rank, ranks, pin
+        self._batches: Iterator[Batch] | None = None
+        self._items: Iterator[Any] | None = None
         self.turn_to(cursor)
 
     def turn_to(self, cursor: Cursor) -> None:
@@ -69,7 +76,7 @@ class Batches:
         Raises:
             InputError: its shards have too little data.
         """
-        self._batches: Iterator[Batch] | None = None
+        self.close()
         batch = self._data.batch_sequences
         rows: PackedRows | StreamedRows
         if isinstance(self._source, Packed):
@@ -77,7 +84,8 @@ class Batches:
         else:
             rows = StreamedRows(self._source, cursor, self._shards, batch, self._rank, self._ranks)
         self._rows: PackedRows | StreamedRows = rows
-        self._batches = rows.batches(iter(self._loader(rows)))
+        self._items = iter(self._loader(rows))
+        self._batches = rows.batches(self._items)
 
     def _loader(self, rows: PackedRows | StreamedRows) -> DataLoader[Any]:
         workers = self._data.workers
@@ -89,12 +97,9 @@ class Batches:
             num_workers=workers,
             prefetch_factor=ahead if workers else None,
             timeout=self._data.timeout_s if workers else 0,
-            multiprocessing_context="spawn"
-            if workers
-            else None,  # a fork would copy the threads' locks, not the threads
+            multiprocessing_context=Workers() if workers else None,
             generator=torch.Generator(),  # the loader draws from it, and leaves torch's own alone
             pin_memory=self._pin,
-            worker_init_fn=tie_worker,
         )
 
     def next(self) -> Batch:
@@ -118,7 +123,7 @@ class Batches:
                     f"the data's {self._data.workers} worker(s) gave no batch in {self._data.timeout_s:.0f} s: raise "
                     "data.timeout_s or data.workers, or have data.cache_dir on a faster disk"
                 ) from error
-            if "DataLoader worker (pid" in str(error):
+            if _ENDED in str(error):
                 raise EnvironmentFault(
                     f"a worker of the data has ended ({str(error).splitlines()[0]}): have fewer data.workers, or more "
                     "memory or /dev/shm"
@@ -138,8 +143,20 @@ class Batches:
         return merge([Cursor.from_json(cursor) for cursor in group.gather(self.cursor.to_json())])
 
     def close(self) -> None:
-        """Ends the workers and forgets what they have read ahead."""
+        """Ends the workers and forgets what they have read ahead.
+
+        They end once they have made the row that they are at; one that takes longer than 5 s is killed.
+        """
         self._batches = None
+        items, self._items = self._items, None
+        if isinstance(items, _MultiProcessingDataLoaderIter):
+            try:
+                items._shutdown_workers()  # else they end with the last reference, which a traceback may hold
+            except RuntimeError as error:
+                if _ENDED not in str(error):
+                    raise
+            if codes := [worker.exitcode for worker in items._workers if worker.exitcode]:
+                log.warning("workers of the data did not end well: exit codes %s", codes)
 
     def __enter__(self) -> Batches:
         return self

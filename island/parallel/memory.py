@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,8 @@ KEPT = frozenset(
     }
 )
 """What `selective` never computes again: attention, and what other ranks would have to send once more."""
+ROUTERS = frozenset({"gate", "router"})
+"""What the linear layers that choose experts are called in models of others."""
 
 
 def save(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
@@ -43,7 +46,7 @@ def save(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
         EnvironmentFault: float8 is asked for, and the GPU or torchao is not there.
     """
     if memory.fp8:
-        convert = float8(device)
+        convert = float8(device, emulated=memory.fp8_emulated)
         for block in blocks(model):
             convert(block)
     for block in blocks(model):
@@ -78,17 +81,26 @@ def _selective() -> Any:
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
-def float8(device: torch.device) -> Callable[[nn.Module], object]:
-    """What turns the linear layers of a block into float8 ones.
+def float8(device: torch.device, *, emulated: bool) -> Callable[[nn.Module], object]:
+    """What turns the linear layers of a block into float8 ones. Parameters stay as they are.
+
+    Each product of forward and backward is of two matrices rounded to e4m3, with a scale, a power of two, for each row
+    or column that is added up (torchao's recipe `rowwise`). A layer whose sides are not multiples of 16 stays, and a
+    router of somebody's model, whose rounding would send tokens elsewhere.
+
+    Args:
+        device: where this rank computes.
+        emulated: whether products are taken in the dtype of compute, of the rounded values.
 
     Raises:
         EnvironmentFault: the GPU is too old, or none, or torchao is not there.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if capability < (8, 9):
+    if capability < (8, 9) and not emulated:
         raise EnvironmentFault(
             f"memory.fp8 needs a GPU of compute capability 8.9 or more, and this rank computes on {device} "
-            f"({'.'.join(map(str, capability))}): set memory.fp8=false"
+            f"({'.'.join(map(str, capability))}): set memory.fp8=false, or "
+            "memory.fp8_emulated=true to see what float8 does"
         )
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -96,9 +108,11 @@ def float8(device: torch.device) -> Callable[[nn.Module], object]:
         raise EnvironmentFault(
             f"memory.fp8 needs torchao ({error}): install torchao, or set memory.fp8=false"
         ) from error
-    config = Float8LinearConfig.from_recipe_name("rowwise")
+    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulated)
 
-    def fits(module: nn.Module, _: str) -> bool:
-        return isinstance(module, nn.Linear) and not (module.in_features % 16 or module.out_features % 16)
+    def fits(module: nn.Module, name: str) -> bool:
+        if not isinstance(module, nn.Linear) or name.rpartition(".")[2] in ROUTERS:
+            return False
+        return not (module.in_features % 16 or module.out_features % 16)
 
     return partial(convert_to_float8_training, config=config, module_filter_fn=fits)

@@ -42,7 +42,8 @@ def devices(island: IslandConfig) -> Finding:
         )
     uses = mesh.device != "cpu" and count >= here
     if island.memory.fp8:
-        float8(torch.device("cuda", 0) if uses else torch.device("cpu"))
+        device = torch.device("cuda", 0) if uses else torch.device("cpu")
+        float8(device, emulated=island.memory.fp8_emulated)
     if not uses:
         found = f"{here} rank{'s' * (here > 1)} on {os.cpu_count()} CPU cores (gloo)"
         if mesh.device == "auto" and count:

@@ -44,6 +44,13 @@ OF_EXPERTS: Islands = [
     (2, {"tensor": 2, "sequence_parallel": True}),
     (1, {}),
 ]
+EIGHT_BITS = {"fp8": True, "fp8_emulated": True}
+OF_FLOAT8: Islands = [
+    (2, EIGHT_BITS | {"param_dtype": "bfloat16"}),
+    (2, EIGHT_BITS | {"pipeline": 2, "activation_checkpointing": "full"}),
+    (1, EIGHT_BITS),
+    (1, {}),
+]
 
 
 def config(run_id: str, islands: int, model: dict[str, Any]) -> RunConfig:
@@ -93,11 +100,14 @@ def launch(host: Serving, run: RunConfig, islands: Islands, folder: Path) -> lis
         pytest.param("others", OTHERS, DENSE, marks=pytest.mark.slow),
         pytest.param("tied", OF_TIED, TIED, marks=pytest.mark.slow),
         pytest.param("experts", OF_EXPERTS, EXPERTS, marks=pytest.mark.slow),
+        pytest.param("float8", OF_FLOAT8, DENSE, marks=pytest.mark.slow),
     ],
 )
 def test_same_digests_on_every_rank_at_every_version(
     name: str, islands: Islands, model: dict[str, Any], tmp_path: Path
 ) -> None:
+    if islands is OF_FLOAT8:
+        pytest.importorskip("torchao", reason="torchao is not installed (the extra `fp8`)")
     run = config(name, len(islands), model)
     with serving(run, tmp_path / "state") as host:
         seen = launch(host, run, islands, tmp_path / "islands")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from island.ties import Workers
+from tests.island.data.support import read_ahead
 
 WITHIN_S = 60.0
 """Longest that this takes on a busy machine."""
@@ -43,6 +49,57 @@ if __name__ == "__main__":
     {then}
     os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def well(queue: Any) -> None:
+    queue.put(bytes(2**20))
+    atexit.register(lambda: print("at the end"))
+    print("well")
+
+
+def by_itself(queue: Any) -> None:
+    queue.put(b"")
+    sys.exit(3)
+
+
+def with_an_error(queue: Any) -> None:
+    queue.put(b"")
+    raise ValueError("of the work")
+
+
+def at_work(queue: Any) -> None:
+    queue.put(b"")
+    pytest.importorskip("pyarrow")
+    read_ahead()
+
+
+ENDS: dict[Callable[[Any], None], tuple[int, str, str]] = {
+    well: (0, "well\nat the end\n", ""),
+    by_itself: (3, "", ""),
+    with_an_error: (1, "", "ValueError: of the work\n"),
+    at_work: (0, "", ""),
+}
+"""What a worker does, its exit code, what it puts out, and what it says at the end of its errors."""
+
+
+@pytest.mark.parametrize("work", ENDS)
+def test_a_worker_ends_as_its_work_does_and_loses_nothing(
+    work: Callable[[Any], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    workers = Workers()
+    queue = workers.Queue()
+    worker = workers.Process(target=work, args=(queue,))
+    worker.start()
+    sent = queue.get(timeout=WITHIN_S)
+    try:
+        worker.join(WITHIN_S)
+    finally:
+        worker.kill()
+    code, out, error = ENDS[work]
+    told = capfd.readouterr()
+    assert (worker.exitcode, told.out) == (code, out)
+    assert told.err.endswith(error) and bool(told.err) == bool(error)
+    assert len(sent) == (2**20 if work is well else 0)
 
 
 def output(*args: str) -> tuple[int, bytes]:

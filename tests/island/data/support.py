@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -86,3 +89,44 @@ def texts(files: int) -> list[list[str]]:
 def stream(**values: Any) -> Streamed:
     """A stream of bytes with sequences of four."""
     return Streamed(data=settings(dataset="texts", **values), tokenizer=Bytes(), sequence_length=T)
+
+
+class Endless:
+    """A file that never ends, and whose bytes take Python to make."""
+
+    closed, reads = False, 0
+
+    def read(self, size: int) -> bytes:
+        """Some bytes; from the third time on none ever come."""
+        self.reads += 1
+        while self.reads > 2:
+            AT_WORK.set()
+        return b"a\n" * 500
+
+
+AT_WORK, READING = threading.Event(), list[Any]()
+"""Set once a thread is inside of `Endless.read` for good; what would wait for that thread, kept."""
+
+
+def read_ahead() -> None:
+    """Has a thread of pyarrow, which is in C++, read ahead in Python for as long as the process lives."""
+    import pyarrow.csv
+
+    READING.append(pyarrow.csv.open_csv(Endless(), read_options=pyarrow.csv.ReadOptions(block_size=1000)))
+    assert AT_WORK.wait(60)
+
+
+class ReadAhead(Streamed):
+    """A stream whose library goes on reading ahead."""
+
+    def _load(self) -> Texts:
+        read_ahead()
+        return super()._load()
+
+
+class FailsAtTheEnd(Streamed):
+    """A stream whose worker is killed by what it does last."""
+
+    def _load(self) -> Texts:
+        atexit.register(os.abort)
+        return super()._load()

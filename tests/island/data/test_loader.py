@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError, DeadlineExceeded, EnvironmentFault, InputError
-from island.data import Batches, Cursor, Packed, Place, assign
+from island.data import Batches, Bytes, Cursor, Packed, Place, assign
 from island.group import Group
-from tests.island.data.support import T, numbered, reader, settings, starts, stream
+from tests.island.data.support import FailsAtTheEnd, ReadAhead, T, numbered, reader, settings, starts, stream
 
 TEXT = numbered(spans=20)
 """60 training sequences."""
@@ -138,10 +138,33 @@ def test_workers_change_nothing(kind: str) -> None:
             assert ahead.cursor == inline.cursor, "what is only read ahead does not count"
         begun = workers() - before
     assert len(begun) == 2
-    _, alive = psutil.wait_procs(begun, 30)
-    assert not alive, "closing ends the workers"
+    assert not any(worker.is_running() for worker in begun), "closing ends the workers"
     with pytest.raises(RuntimeError, match="closed"):
         ahead.next()
+
+
+def test_a_library_that_is_at_work_does_not_make_a_worker_fail() -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra `data`)")
+    source = ReadAhead(data=settings(dataset="texts"), tokenizer=Bytes(), sequence_length=T)
+    with reader(source, Cursor.at([0], 0), workers=1) as batches:
+        batches.next()
+        [worker] = multiprocessing.active_children()
+    assert worker.exitcode == 0
+
+
+def test_closing_ends_workers_whoever_holds_their_rows() -> None:
+    with reader(TEXT, Cursor.at([0], 0), workers=2) as batches:
+        batches.next()
+        held, begun = batches._items, multiprocessing.active_children()
+    assert held is not None
+    assert [worker.exitcode for worker in begun] == [0, 0]
+
+
+def test_a_worker_that_fails_when_it_is_to_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    source = FailsAtTheEnd(data=settings(dataset="texts"), tokenizer=Bytes(), sequence_length=T)
+    with reader(source, Cursor.at([0], 0), workers=1) as batches:
+        batches.next()
+    assert "workers of the data did not end well: exit codes [-6]" in caplog.text
 
 
 def test_what_a_worker_finds_wrong_keeps_its_class() -> None:

@@ -283,3 +283,6 @@ def test_every_extra_is_known(
 def test_float8_needs_its_gpu() -> None:
     with pytest.raises(EnvironmentFault, match=r"memory\.fp8"):
         machine.devices(island(memory={"fp8": True}, mesh={"device": "cpu"}))
+    pytest.importorskip("torchao", reason="torchao is not installed (the extra `fp8`)")
+    emulated = {"fp8": True, "fp8_emulated": True}
+    assert machine.devices(island(memory=emulated, mesh={"device": "cpu"})).verdict == "ok"
