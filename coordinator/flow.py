@@ -20,7 +20,7 @@ from diloco.window import Window
 log = logging.getLogger("diloco.coordinator")
 IDLE_S = 120.0
 """A stream that moves no byte for so long is ended: its line is dead."""
-BEHIND = 2
+BEHIND = 4
 """Messages of a stream that wait while earlier ones are written."""
 TELL_BYTES = 4 * 2**20
 """A sender hears how far its payload has come after so much at the latest, and whenever all that came is written."""

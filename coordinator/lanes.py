@@ -26,7 +26,7 @@ KEEP_S = 60.0
 """How long a lane stays open between two calls."""
 LAST_S = 10.0
 """How long a caller may take to end a call that is over, or to shake hands."""
-AHEAD = 2
+AHEAD = 4
 """Messages that are received before they are asked for."""
 
 

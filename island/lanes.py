@@ -73,14 +73,11 @@ class Lanes:
     Args:
         host, port: where it listens.
         tls: files to speak mutual TLS with.
-        idle_s: how long a lane may move no byte while it is waited for.
         closing: called before a lane is closed.
     """
 
-    def __init__(
-        self, host: str, port: int, tls: TLS | None, idle_s: float, closing: Callable[[], object] = lambda: None
-    ) -> None:
-        self._host, self._port, self._idle_s, self._closing = host.strip("[]"), port, idle_s, closing
+    def __init__(self, host: str, port: int, tls: TLS | None, closing: Callable[[], object] = lambda: None) -> None:
+        self._host, self._port, self._closing = host.strip("[]"), port, closing
         self._name = (tls.server_name if tls else "") or self._host
         self._context = _context(tls) if tls else None
         self._lock = threading.Lock()
@@ -117,7 +114,7 @@ class Lanes:
             if not encryption or encryption.protocol == ALPN:
                 lane.greet()
                 if lane.greeted():
-                    sock.settimeout(self._idle_s)
+                    sock.settimeout(None)  # whoever waits in it is watched, and closes it
                     return lane
         except OSError:
             sock.close()
