@@ -89,7 +89,8 @@ class Encryption:
                 sock.sendall(self._going.read())
                 self._feed(sock)
             except ssl.SSLError:
-                sock.sendall(self._going.read())  # tells the other side
+                with contextlib.suppress(OSError):  # the other side may be gone
+                    sock.sendall(self._going.read())  # tells it
                 raise
             else:
                 break
