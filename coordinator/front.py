@@ -17,18 +17,19 @@ from typing import Any
 import grpc
 
 from coordinator.lanes import Lanes
-from diloco.lane import ALPN, HELLO, Encryption
+from diloco.lane import ALPN, HELLO, KEEPALIVE, Encryption
 
 log = logging.getLogger("diloco.coordinator")
 HELLO_S = 10.0
 """How long a connection may say nothing."""
+LAST_S = 10.0
+"""How long the other side may take to end a connection that one side has ended."""
 PASS_BYTES = 2**16
 """Bytes that pass at a time."""
 BACKLOG = 256
 _RECORD_BYTES = 5
 """The header of a TLS record: its type, a version, and in two bytes its length."""
 _HANDSHAKE = 0x16
-_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class Front:
@@ -68,12 +69,12 @@ class Front:
         await asyncio.wait((self._accepting,))
         self._listener.close()
         await self._server.stop(grace)
-        await self._lanes.close(grace)
+        await self._lanes.quiet(grace)
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=HELLO_S)
+            await asyncio.wait(tasks, timeout=LAST_S)
 
     def origin(self, peer: str) -> str:
         """The host where a gRPC call comes from, whose other end gRPC sees here: "ipv4:127.0.0.1:PORT"."""
@@ -133,6 +134,7 @@ class Front:
             ways = [loop.create_task(_pump(sock, behind)), loop.create_task(_pump(behind, sock))]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(ways, timeout=LAST_S)  # what one side has said at its end is to arrive
             finally:
                 for way in ways:
                     way.cancel()
@@ -141,10 +143,13 @@ class Front:
 
 
 async def _pump(source: socket.socket, sink: socket.socket) -> None:
+    """Passes bytes on until there are no more, or nobody takes them; then the sink hears of the end."""
     loop, buffer = asyncio.get_running_loop(), memoryview(bytearray(PASS_BYTES))
     with contextlib.suppress(OSError):
         while count := await loop.sock_recv_into(source, buffer):
             await loop.sock_sendall(sink, buffer[:count])
+    with contextlib.suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
 
 
 async def _peek(sock: socket.socket, count: int) -> bytes:
@@ -164,7 +169,7 @@ def settle(sock: socket.socket) -> None:
     """Has small messages leave at once, and a dead line found."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
+    for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -32,6 +32,8 @@ WRITE_BYTES = 2**16
 _HEAD = struct.Struct("<IB")
 HEAD_BYTES = _HEAD.size
 """Bytes of a frame before its content."""
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""Options of the sockets of both sides, by name, where there are such: a dead line is found in 50 s."""
 
 
 class Kind(IntEnum):
@@ -63,6 +65,9 @@ class Socket(Protocol):
 
     def close(self) -> None:
         """Closes it."""
+
+    def fileno(self) -> int:
+        """Its descriptor."""
 
 
 class Encryption:
@@ -208,6 +213,10 @@ class Lane:
         with contextlib.suppress(OSError):
             while self._sock.recv_into(rest):
                 pass
+
+    def fileno(self) -> int:
+        """The descriptor of its socket, to wait for."""
+        return self._sock.fileno()
 
     @property
     def pending(self) -> bool:
