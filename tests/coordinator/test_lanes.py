@@ -45,10 +45,10 @@ class Site:
 
     def __init__(self, folder: Path, stack: ExitStack, authority: Authority | None) -> None:
         self.tls = authority.issue("tokyo") if authority else None
-        server = authority.issue("coordinator") if authority else None
+        tls = authority.issue("coordinator") if authority else None
         self._stack = stack
         self._life = stack.enter_context(ExitStack())
-        self.served: Serving = self._life.enter_context(serving(configure(), folder / "state", tls=server))
+        self.served: Serving = self._life.enter_context(serving(configure(), folder / "state", tls=tls))
         self.island: Visitor = stack.enter_context(visit(self.served.address, "tokyo", MODEL, tls=self.tls))
         self.island.join()
         self.fragments = self.served.run.fragments
