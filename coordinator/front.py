@@ -11,8 +11,6 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Coroutine
-from typing import Any
 
 import grpc
 
@@ -24,6 +22,8 @@ HELLO_S = 10.0
 """How long a connection may say nothing."""
 LAST_S = 10.0
 """How long the other side may take to end a connection that one side has ended."""
+PAUSE_S = 1.0
+"""How long nobody is let in after a connection that could not be taken."""
 PASS_BYTES = 2**16
 """Bytes that pass at a time."""
 BACKLOG = 256
@@ -43,6 +43,7 @@ class Front:
         self._context = context
         self._tasks: set[asyncio.Task[None]] = set()
         self._origins: dict[int, str] = {}
+        self._later: asyncio.TimerHandle | None = None
 
     async def begin(self, listen: str, server: grpc.aio.Server, behind: int, lanes: Lanes) -> int:
         """Listens on HOST:PORT, and returns the port.
@@ -60,14 +61,16 @@ class Front:
         self._listener = _listen(host.strip("[]"), int(port))
         self._server, self._behind, self._lanes = server, behind, lanes
         await server.start()
-        self._accepting = self._task(self._accept())
+        self._let_in()
         return int(self._listener.getsockname()[1])
 
     async def stop(self, grace: float | None) -> None:
         """Lets nobody in any more, ends the gRPC server within `grace` seconds, then closes all connections."""
-        self._accepting.cancel()
-        await asyncio.wait((self._accepting,))
-        self._listener.close()
+        if self._later:
+            self._later.cancel()
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
         await self._server.stop(grace)
         await self._lanes.quiet(grace)
         tasks = tuple(self._tasks)
@@ -80,22 +83,25 @@ class Front:
         """The host where a gRPC call comes from, whose other end gRPC sees here: "ipv4:127.0.0.1:PORT"."""
         return self._origins.get(int(peer.rpartition(":")[2]), peer)
 
-    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+    def _let_in(self) -> None:
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Takes a connection that waits."""
+        loop = asyncio.get_running_loop()
+        try:
+            sock, address = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it has gone again
+            return
+        except OSError as error:
+            log.warning("a connection could not be taken: %s", error)  # as where descriptors have run out
+            loop.remove_reader(self._listener)
+            self._later = loop.call_later(PAUSE_S, self._let_in)
+            return
+        task = loop.create_task(self._meet(sock, str(address[0]).removeprefix("::ffff:")))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, address = await loop.sock_accept(self._listener)
-            except OSError as error:
-                log.warning("a connection could not be taken: %s", error)  # as where descriptors have run out
-                await asyncio.sleep(1.0)
-                continue
-            self._task(self._meet(sock, str(address[0]).removeprefix("::ffff:")))
+        task.add_done_callback(lambda _: sock.close())  # one that is cancelled before it begins does not
 
     async def _meet(self, sock: socket.socket, host: str) -> None:
         try:
@@ -109,8 +115,6 @@ class Front:
                 await self._pass(sock, host)
         except (OSError, TimeoutError) as error:
             log.debug("a connection from %s ended with %r", host, error)
-        finally:
-            sock.close()
 
     async def _wants_lane(self, sock: socket.socket) -> bool:
         """Whether the other end begins a lane."""

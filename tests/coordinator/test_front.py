@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import random
 import socket
 import ssl
@@ -10,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,9 +44,8 @@ class Port:
         self._stack = stack
 
     def visitor(self, host: str = "127.0.0.1", island: str = "tokyo") -> Visitor:
-        """An island that tries once."""
-        address = f"{host}:{self.port}"
-        return self._stack.enter_context(visit(address, island, MODEL, patience_s=0.0, tls=self.tls))
+        """An island that has yet to join."""
+        return self._stack.enter_context(visit(f"{host}:{self.port}", island, MODEL, tls=self.tls))
 
     def knock(self, data: bytes = b"") -> socket.socket:
         """A connection over which some bytes go."""
@@ -262,6 +264,48 @@ def test_an_island_that_is_not_trusted_is_told_so_by_grpc(tmp_path: Path, stack:
     link = stack.enter_context(visit(f"127.0.0.1:{at.port}", "x", MODEL, patience_s=0.0, tls=foreign)).link
     with pytest.raises(Untrusted, match="no authority in"):
         link.probe(1, 1, BOUND_S)
+
+
+# -- coming and going ---------------------------------------------------------------------------------------------
+
+
+def test_connections_that_could_not_be_taken_are_taken_later(at: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where descriptors have run out for a while."""
+    monkeypatch.setattr(front, "PAUSE_S", 0.01)
+    made, tries = at.served.front, list[OSError]()
+
+    class Exhausted:
+        """A listener that has nothing to give for some times."""
+
+        def __init__(self) -> None:
+            self.fileno = listener.fileno
+
+        def accept(self) -> tuple[socket.socket, Any]:
+            if len(tries) < 3:
+                tries.append(OSError(errno.EMFILE, "Too many open files"))
+                raise tries[-1]
+            return listener.accept()
+
+    listener = made._listener
+    monkeypatch.setattr(made, "_listener", Exhausted())
+    island = at.visitor()
+    island.join()
+    works(at, island)
+    assert len(tries) == 3
+    monkeypatch.undo()
+
+
+def test_who_comes_while_the_port_is_closed_leaves_nothing(tmp_path: Path, stack: ExitStack) -> None:
+    """Whether it was taken already or not: a socket that nobody has closed is an error here."""
+    for number in range(5):
+        with ExitStack() as life:
+            at = Port(tmp_path / str(number), life, None, "127.0.0.1:0")
+            where = ("127.0.0.1", at.port)
+            knocks = [stack.enter_context(socket.create_connection(where, BOUND_S)) for _ in range(8)]
+            for sock in knocks:
+                sock.sendall(HELLO)
+        assert all(HELLO.startswith(rest(sock)) for sock in knocks)
+    gc.collect()
 
 
 # -- fuzz ---------------------------------------------------------------------------------------------------------

@@ -42,9 +42,9 @@ class Site:
         self.tls = authority.issue("tokyo") if authority else None
         self.served = stack.enter_context(serving(configure(), folder / "state", tls=server))
         self.line = stack.enter_context(proxied(self.served.address, kind))
-        visitor = visit(self.line.address, "tokyo", MODEL, patience_s=patience_s, tls=self.tls)
-        self.island: Visitor = stack.enter_context(visitor)
+        self.island: Visitor = stack.enter_context(visit(self.line.address, "tokyo", MODEL, tls=self.tls))
         self.island.join()
+        self.island.link.persist(patience_s)
         self.fragments = self.served.run.fragments
         self.line.connections = 0  # all that follow are for bulk
 
