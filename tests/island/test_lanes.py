@@ -348,7 +348,7 @@ def test_a_refused_call_keeps_no_lane(calls: Calls) -> None:
 def test_threads_and_descriptors_of_calls_come_back(calls: Calls) -> None:
     before = held()
     for _ in range(4):
-        call = calls.push()
+        call = calls.call("Probe", [pb.ProbeRequest(down_bytes=2**22).SerializeToString()])
         next(call)
         call.cancel()
         call.close()
