@@ -12,7 +12,7 @@ from types import TracebackType
 from google.protobuf.message import DecodeError
 
 from coordinator.upload import Upload, Uploads
-from diloco.errors import DeadlineExceeded
+from diloco.errors import DeadlineExceeded, Malformed
 from diloco.framing import Bytes
 from diloco.v1 import coordinator_pb2 as pb
 from diloco.window import Window
@@ -154,7 +154,7 @@ class Heard:
                 with self._lock:
                     self._window.heard(progress.have_bytes, progress.window_bytes, time.monotonic())
                 self._moved.set()
-        except DecodeError as error:
+        except (DecodeError, Malformed) as error:
             log.debug("what follows a FetchRequest is no progress: %s", error)
         finally:
             self._silent = True

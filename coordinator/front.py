@@ -11,24 +11,25 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Coroutine
-from typing import Any
 
 import grpc
 
 from coordinator.lanes import Lanes
-from diloco.lane import ALPN, HELLO, Encryption
+from diloco.lane import ALPN, HELLO, KEEPALIVE, Encryption
 
 log = logging.getLogger("diloco.coordinator")
 HELLO_S = 10.0
 """How long a connection may say nothing."""
+LAST_S = 10.0
+"""How long the other side may take to end a connection that one side has ended."""
+PAUSE_S = 1.0
+"""How long nobody is let in after a connection that could not be taken."""
 PASS_BYTES = 2**16
 """Bytes that pass at a time."""
 BACKLOG = 256
 _RECORD_BYTES = 5
 """The header of a TLS record: its type, a version, and in two bytes its length."""
 _HANDSHAKE = 0x16
-_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class Front:
@@ -42,6 +43,7 @@ class Front:
         self._context = context
         self._tasks: set[asyncio.Task[None]] = set()
         self._origins: dict[int, str] = {}
+        self._later: asyncio.TimerHandle | None = None
 
     async def begin(self, listen: str, server: grpc.aio.Server, behind: int, lanes: Lanes) -> int:
         """Listens on HOST:PORT, and returns the port.
@@ -59,42 +61,47 @@ class Front:
         self._listener = _listen(host.strip("[]"), int(port))
         self._server, self._behind, self._lanes = server, behind, lanes
         await server.start()
-        self._accepting = self._task(self._accept())
+        self._let_in()
         return int(self._listener.getsockname()[1])
 
     async def stop(self, grace: float | None) -> None:
         """Lets nobody in any more, ends the gRPC server within `grace` seconds, then closes all connections."""
-        self._accepting.cancel()
-        await asyncio.wait((self._accepting,))
-        self._listener.close()
+        if self._later:
+            self._later.cancel()
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
         await self._server.stop(grace)
-        await self._lanes.close(grace)
+        await self._lanes.quiet(grace)
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=HELLO_S)
+            await asyncio.wait(tasks, timeout=LAST_S)
 
     def origin(self, peer: str) -> str:
         """The host where a gRPC call comes from, whose other end gRPC sees here: "ipv4:127.0.0.1:PORT"."""
         return self._origins.get(int(peer.rpartition(":")[2]), peer)
 
-    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+    def _let_in(self) -> None:
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Takes a connection that waits."""
+        loop = asyncio.get_running_loop()
+        try:
+            sock, address = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it has gone again
+            return
+        except OSError as error:
+            log.warning("a connection could not be taken: %s", error)  # as where descriptors have run out
+            loop.remove_reader(self._listener)
+            self._later = loop.call_later(PAUSE_S, self._let_in)
+            return
+        task = loop.create_task(self._meet(sock, str(address[0]).removeprefix("::ffff:")))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, address = await loop.sock_accept(self._listener)
-            except OSError as error:
-                log.warning("a connection could not be taken: %s", error)  # as where descriptors have run out
-                await asyncio.sleep(1.0)
-                continue
-            self._task(self._meet(sock, str(address[0]).removeprefix("::ffff:")))
+        task.add_done_callback(lambda _: sock.close())  # one that is cancelled before it begins does not
 
     async def _meet(self, sock: socket.socket, host: str) -> None:
         try:
@@ -108,8 +115,6 @@ class Front:
                 await self._pass(sock, host)
         except (OSError, TimeoutError) as error:
             log.debug("a connection from %s ended with %r", host, error)
-        finally:
-            sock.close()
 
     async def _wants_lane(self, sock: socket.socket) -> bool:
         """Whether the other end begins a lane."""
@@ -133,6 +138,7 @@ class Front:
             ways = [loop.create_task(_pump(sock, behind)), loop.create_task(_pump(behind, sock))]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(ways, timeout=LAST_S)  # what one side has said at its end is to arrive
             finally:
                 for way in ways:
                     way.cancel()
@@ -141,10 +147,13 @@ class Front:
 
 
 async def _pump(source: socket.socket, sink: socket.socket) -> None:
+    """Passes bytes on until there are no more, or nobody takes them; then the sink hears of the end."""
     loop, buffer = asyncio.get_running_loop(), memoryview(bytearray(PASS_BYTES))
     with contextlib.suppress(OSError):
         while count := await loop.sock_recv_into(source, buffer):
             await loop.sock_sendall(sink, buffer[:count])
+    with contextlib.suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
 
 
 async def _peek(sock: socket.socket, count: int) -> bytes:
@@ -164,7 +173,7 @@ def settle(sock: socket.socket) -> None:
     """Has small messages leave at once, and a dead line found."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
+    for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -152,7 +152,7 @@ class Call:
 
 
 class Lanes:
-    """The lanes of one coordinator, until `close`.
+    """The lanes of one coordinator.
 
     Args:
         handlers: gRPC method handlers by name; those with streams both ways may be called.
@@ -160,26 +160,24 @@ class Lanes:
 
     def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
         self._methods: dict[str, Any] = {name: h.stream_stream for name, h in handlers.items() if h.stream_stream}
-        self._open: set[Lane] = set()
         self._calls: set[Call] = set()
         self._quiet = asyncio.Event()
 
     async def serve(self, sock: socket.socket, encryption: Encryption | None) -> None:
-        """Serves the calls of a connection whose other end has named this protocol, until it is closed."""
-        sock.setblocking(True)
+        """Serves the calls of a connection whose other end has named this protocol, until it is closed, or this is
+        cancelled."""
         sock.settimeout(LAST_S)
         lane = Lane(sock, encryption)
-        self._open.add(lane)
         sender = ThreadPoolExecutor(1, "lane sender")
         try:
             if not await _on(sender, _greeted, sock, lane, encryption):
                 return
+            sock.settimeout(IDLE_S)
             while (lane.pending or await self._idle(sock)) and await self._call(lane, sender):
                 pass
         except (OSError, Malformed) as error:
             log.debug("a lane ended with %r", error)
         finally:
-            self._open.discard(lane)
             lane.close()
             sender.shutdown(wait=False)  # it may wait for what is still being made
 
@@ -194,7 +192,6 @@ class Lanes:
             return False
         finally:
             loop.remove_reader(sock)
-        sock.settimeout(IDLE_S)
         return True
 
     async def _call(self, lane: Lane, sender: ThreadPoolExecutor) -> bool:
@@ -207,17 +204,15 @@ class Lanes:
             raise Malformed(f"a call begins with its name, not with {kind.name}")
         self._calls.add(call := Call(lane, sender))
         task = asyncio.ensure_future(self._answer(name, call))
+        task.add_done_callback(lambda _: self._ended(call))
         cut = asyncio.ensure_future(call.broken.wait())
         try:
             await asyncio.wait((task, cut), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            call.finish()
             task.cancel()
             cut.cancel()
             await asyncio.wait((task,))
-            call.finish()
-            self._calls.discard(call)
-            if not self._calls:
-                self._quiet.set()
         if task.cancelled() or call.broken.is_set():
             return False
         whole = task.result()
@@ -246,15 +241,18 @@ class Lanes:
             return False
         return True
 
-    async def close(self, grace: float | None) -> None:
-        """Closes all lanes; calls that are under way then may end within `grace` seconds, and are cancelled."""
+    def _ended(self, call: Call) -> None:
+        self._calls.discard(call)
+        if not self._calls:
+            self._quiet.set()
+
+    async def quiet(self, grace: float | None) -> None:
+        """Returns once no call is under way, or after `grace` seconds."""
         self._quiet.clear()
         if self._calls and grace:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace):
                     await self._quiet.wait()
-        for lane in list(self._open):
-            lane.close()
 
 
 def _greeted(sock: socket.socket, lane: Lane, encryption: Encryption | None) -> bool:

@@ -44,5 +44,6 @@ def server(tls: TLS | None) -> Secured | None:
     context.load_cert_chain(tls.cert, tls.key)
     context.load_verify_locations(tls.ca)
     context.set_alpn_protocols([ALPN])
+    context.num_tickets = 0  # nobody takes a session up again; left unread they would have a closed lane reset
     pair = [(found.key, found.certificate)]
     return Secured(grpc.ssl_server_credentials(pair, found.authorities, require_client_auth=True), context)

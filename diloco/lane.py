@@ -32,6 +32,8 @@ WRITE_BYTES = 2**16
 _HEAD = struct.Struct("<IB")
 HEAD_BYTES = _HEAD.size
 """Bytes of a frame before its content."""
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""Options of the sockets of both sides, by name, where there are such: a dead line is found in 50 s."""
 
 
 class Kind(IntEnum):
@@ -64,6 +66,9 @@ class Socket(Protocol):
     def close(self) -> None:
         """Closes it."""
 
+    def fileno(self) -> int:
+        """Its descriptor."""
+
 
 class Encryption:
     """TLS between memory and memory: OpenSSL sees whole blocks, and no socket.
@@ -89,7 +94,8 @@ class Encryption:
                 sock.sendall(self._going.read())
                 self._feed(sock)
             except ssl.SSLError:
-                sock.sendall(self._going.read())  # tells the other side
+                with contextlib.suppress(OSError):  # the other side may be gone
+                    sock.sendall(self._going.read())  # tells it
                 raise
             else:
                 break
@@ -207,6 +213,10 @@ class Lane:
         with contextlib.suppress(OSError):
             while self._sock.recv_into(rest):
                 pass
+
+    def fileno(self) -> int:
+        """The descriptor of its socket, to wait for."""
+        return self._sock.fileno()
 
     @property
     def pending(self) -> bool:

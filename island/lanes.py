@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import ssl
 import threading
@@ -12,9 +13,9 @@ from typing import Any, Protocol
 
 import grpc
 
-from diloco.errors import DilocoError
+from diloco.errors import Malformed
 from diloco.framing import Bytes, Placed
-from diloco.lane import ALPN, Encryption, Kind, Lane
+from diloco.lane import ALPN, KEEPALIVE, Encryption, Kind, Lane
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 
@@ -25,6 +26,8 @@ KEEP_S = 30.0
 """How long a lane is kept that nobody uses: routers on the way forget a silent one sooner or later."""
 LAST_S = 10.0
 """How long the end of a call may take whose answers have all come."""
+SPARE_S = 60.0
+"""How much longer than `idle_s` a socket waits: who uses a lane looks after it, and knows what it waits for."""
 Parts = bytes | tuple[Bytes, ...]
 """One message, or its parts one after the other."""
 Room = Callable[[int], memoryview | None]
@@ -73,11 +76,14 @@ class Lanes:
     Args:
         host, port: where it listens.
         tls: files to speak mutual TLS with.
+        idle_s: how long a lane may move no byte while it is waited for.
         closing: called before a lane is closed.
     """
 
-    def __init__(self, host: str, port: int, tls: TLS | None, closing: Callable[[], object] = lambda: None) -> None:
-        self._host, self._port, self._closing = host.strip("[]"), port, closing
+    def __init__(
+        self, host: str, port: int, tls: TLS | None, idle_s: float, closing: Callable[[], object] = lambda: None
+    ) -> None:
+        self._host, self._port, self._idle_s, self._closing = host.strip("[]"), port, idle_s, closing
         self._name = (tls.server_name if tls else "") or self._host
         self._context = _context(tls) if tls else None
         self._lock = threading.Lock()
@@ -87,11 +93,13 @@ class Lanes:
     def open(self) -> Lane | None:
         """A lane to call over; none where the other side has none, or does not answer: gRPC says why."""
         with self._lock:
+            while self._idle and time.monotonic() - self._idle[0][1] >= KEEP_S:
+                self._end(self._idle.pop(0)[0])
             while self._idle:
-                lane, since = self._idle.pop()
-                if time.monotonic() - since < KEEP_S:
-                    return lane
-                self._end(lane)
+                kept, _ = self._idle.pop()
+                if not _stirs(kept):
+                    return kept
+                self._end(kept)
         try:
             made = self._connect()
         except OSError as error:
@@ -107,6 +115,8 @@ class Lanes:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in KEEPALIVE.keys() & vars(socket).keys():
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), KEEPALIVE[option])
             encryption = Encryption(self._context, self._name) if self._context else None
             if encryption:
                 encryption.shake_hands(sock)
@@ -114,7 +124,7 @@ class Lanes:
             if not encryption or encryption.protocol == ALPN:
                 lane.greet()
                 if lane.greeted():
-                    sock.settimeout(None)  # whoever waits in it is watched, and closes it
+                    sock.settimeout(self._idle_s + SPARE_S)
                     return lane
         except OSError:
             sock.close()
@@ -152,7 +162,9 @@ class LaneCall:
 
     def __init__(self, lanes: Lanes, lane: Lane, name: str, messages: Iterable[Parts]) -> None:
         self._lanes, self._lane = lanes, lane
-        self._whole = self._sent = False
+        self._whole = self._sent = self._over = False
+        self._failed: Exception | None = None
+        self._lock = threading.Lock()
         self.room: Room = _nowhere
         self._sender = threading.Thread(target=self._send, args=(name, messages), name="lane sender", daemon=True)
         self._sender.start()
@@ -160,14 +172,19 @@ class LaneCall:
     def _send(self, name: str, messages: Iterable[Parts]) -> None:
         try:
             self._lane.send(Kind.CALL, name.encode())
-            for message in messages:
+            for message in self._made(messages):
                 self._lane.send(Kind.MESSAGE, *(message if isinstance(message, tuple) else (message,)))
             self._lane.send(Kind.END)
             self._sent = True
         except OSError as error:
             log.debug("a lane took nothing: %r", error)  # whoever waits for answers finds the same
-        except DilocoError as error:
-            log.debug("what was to be sent has failed: %s", error)  # its maker has noted it
+
+    def _made(self, messages: Iterable[Parts]) -> Iterator[Parts]:
+        """The messages. Where one cannot be made, whoever waits for answers is told so."""
+        try:
+            yield from messages
+        except Exception as error:  # noqa: BLE001 - whoever waits for answers raises it
+            self._failed = error
             self.cancel()
 
     def __iter__(self) -> Iterator[Bytes | Placed]:
@@ -176,10 +193,12 @@ class LaneCall:
     def __next__(self) -> Bytes | Placed:
         try:
             frame = self._lane.receive(self.room)
-        except OSError as error:
+            if frame is None:
+                raise ConnectionResetError("closed by the other side")
+        except (OSError, Malformed) as error:
+            if self._failed:
+                raise LaneError(grpc.StatusCode.UNKNOWN, f"nothing to send: {self._failed!r}") from self._failed
             raise LaneError(grpc.StatusCode.CANCELLED, str(error) or "nothing came") from error
-        if frame is None:
-            raise LaneError(grpc.StatusCode.CANCELLED, "closed by the other side")
         kind, content = frame
         if kind is Kind.MESSAGE:
             return content
@@ -191,17 +210,22 @@ class LaneCall:
         raise StopIteration
 
     def cancel(self) -> None:
-        """Ends it from any thread."""
-        self._lane.close()
+        """Ends it from any thread; of no effect after `close`, when the lane may be another call's."""
+        with self._lock:
+            if not self._over:
+                self._over = True
+                self._lanes.end(self._lane)
 
     def close(self) -> None:
         """Keeps the lane where the call has come to its end on both sides, and closes it otherwise."""
         if self._whole:
             self._sender.join(LAST_S)
-        if self._whole and self._sent:
-            self._lanes.give_back(self._lane)
-        else:
+        with self._lock:
+            over, self._over = self._over, True
+        if over or not (self._whole and self._sent):
             self._lanes.end(self._lane)
+        else:
+            self._lanes.give_back(self._lane)
 
 
 class GrpcCall:
@@ -227,6 +251,13 @@ class GrpcCall:
 
 def _nowhere(count: int) -> memoryview | None:
     """No room: answers come in memory of their own."""
+
+
+def _stirs(lane: Lane) -> bool:
+    """Whether something has come over a lane that nobody uses: its end, most likely."""
+    waiting = select.poll()
+    waiting.register(lane, select.POLLIN)
+    return bool(waiting.poll(0)) or lane.pending
 
 
 def _context(tls: TLS) -> ssl.SSLContext:

@@ -130,7 +130,7 @@ class Link:
         self._turns = Turns()
         self._up, self._down = Throttle(bytes_per_s), Throttle(bytes_per_s)
         self._counter = SocketCounter(int(port))
-        self._lanes = Lanes(host, int(port), tls, self._counter.sample)
+        self._lanes = Lanes(host, int(port), tls, idle_s, self._counter.sample)
 
     def sibling(self, address: str) -> Link:
         """A connection to another coordinator of the run, as patient as this one and under the same cap."""

@@ -9,19 +9,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tests.support import BOUND_S
 
 Way = Literal["up", "down"]
+P = TypeVar("P", bound="Proxy")
 
 
 class Proxy:
-    """Forwards connections to `target` (HOST:PORT) and counts their bytes."""
+    """Forwards connections to `target` (HOST:PORT) and counts them and their bytes."""
 
     def __init__(self, target: str) -> None:
         self.target = target
         self.count: dict[Way, int] = {"up": 0, "down": 0}
+        self.connections = 0
+        """All that were let pass, open or closed."""
         self._left: dict[Way, int | None] = {"up": None, "down": None}
         self._changed = threading.Condition()
         self._open: list[socket.socket] = []
@@ -75,17 +78,24 @@ class Proxy:
                 return
             host, _, port = self.target.rpartition(":")
             try:
+                if not self._passes(near):
+                    raise ConnectionRefusedError
                 far = socket.create_connection((host, int(port)), timeout=BOUND_S)
             except OSError:  # nobody is there at the moment
                 near.close()
                 continue
             far.settimeout(None)
             with self._changed:
+                self.connections += 1
                 self._open += [near, far]
                 self._made += [near, far]
             for way, source, sink in (("up", near, far), ("down", far, near)):
                 self._threads.append(threading.Thread(target=self._pump, args=(way, source, sink), daemon=True))
                 self._threads[-1].start()
+
+    def _passes(self, near: socket.socket) -> bool:
+        """Whether a connection is let pass."""
+        return True
 
     def _pump(self, way: Way, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -108,6 +118,24 @@ class Proxy:
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+class OnlyGrpc(Proxy):
+    """A line that lets nothing pass but HTTP/2, by its first bytes or the protocol that its ClientHello names."""
+
+    refused = 0
+
+    def _passes(self, near: socket.socket) -> bool:
+        near.settimeout(BOUND_S)
+        head = near.recv(5, socket.MSG_PEEK | socket.MSG_WAITALL)
+        if head[:1] == b"\x16":
+            count = len(head) + int.from_bytes(head[3:], "big")
+            passes = b"\x02h2" in near.recv(count, socket.MSG_PEEK | socket.MSG_WAITALL)
+        else:
+            passes = head == b"PRI *"
+        near.settimeout(None)
+        self.refused += not passes
+        return passes
 
 
 class Bottleneck(Proxy):
@@ -161,9 +189,9 @@ class Bottleneck(Proxy):
 
 
 @contextlib.contextmanager
-def proxied(target: str) -> Iterator[Proxy]:
+def proxied(target: str, kind: type[P] = Proxy) -> Iterator[P]:  # type: ignore[assignment]
     """A line to `target` until the end of the block."""
-    proxy = Proxy(target)
+    proxy = kind(target)
     try:
         yield proxy
     finally:

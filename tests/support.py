@@ -23,6 +23,7 @@ from coordinator.cli import listen_on
 from coordinator.facts import Accepted, Entry, Fact, Phase, Planted
 from coordinator.files import Files
 from coordinator.fold import Outer, Part, fold
+from coordinator.front import Front
 from coordinator.gate import Gate
 from coordinator.health import Health
 from coordinator.rounds import Beat, Contributed, Event, Joined, Leaving, Seeded, Spoiled, Tick
@@ -220,6 +221,7 @@ class Serving:
     run: Run
     health: Health
     gate: Gate
+    front: Front
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the coordinator's loop."""
@@ -253,17 +255,17 @@ def serving(
     store = Store(folder, files, config.limits.disk_bytes)
     try:
 
-        async def begin() -> tuple[Run, Health, Gate, Any, int]:
+        async def begin() -> tuple[Run, Health, Gate, Front, int]:
             run = Run(config, store, clock)
             health, gate = Health(run, clock), Gate()
-            server, port = await listen_on(run, listen, health, gate, server_credentials(tls))
+            front, port = await listen_on(run, listen, health, gate, server_credentials(tls))
             run.begin()
-            return run, health, gate, server, port
+            return run, health, gate, front, port
 
-        run, health, gate, server, port = _on_loop(begin())
+        run, health, gate, front, port = _on_loop(begin())
 
         async def end() -> None:
-            await server.stop(grace=None)
+            await front.stop(grace=None)
             if killed:
                 await _drop(run)
                 return
@@ -272,7 +274,8 @@ def serving(
                 run.failed.result()
 
         try:
-            yield Serving(address=f"{listen.rpartition(':')[0]}:{port}", run=run, health=health, gate=gate)
+            address = f"{listen.rpartition(':')[0]}:{port}"
+            yield Serving(address=address, run=run, health=health, gate=gate, front=front)
         finally:
             _on_loop(end())
     finally:
