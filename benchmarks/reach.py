@@ -136,7 +136,7 @@ def _bare(address: str, tls: TLS | None) -> Iterator[None]:
     credentials = server_credentials(tls)
     try:
         if credentials:
-            server.add_secure_port(address, credentials)
+            server.add_secure_port(address, credentials.grpc)
         else:
             server.add_insecure_port(address)
     except RuntimeError as error:

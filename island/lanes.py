@@ -28,6 +28,8 @@ LAST_S = 10.0
 """How long the end of a call may take whose answers have all come."""
 SPARE_S = 60.0
 """How much longer than `idle_s` a socket waits: who uses a lane looks after it, and knows what it waits for."""
+AGAIN_S = 60.0
+"""How long nothing is asked of what has refused a lane, or did not answer its greeting."""
 Parts = bytes | tuple[Bytes, ...]
 """One message, or its parts one after the other."""
 Room = Callable[[int], memoryview | None]
@@ -89,6 +91,7 @@ class Lanes:
         self._lock = threading.Lock()
         self._idle: list[tuple[Lane, float]] = []
         self._closed = self._told = False
+        self._none_until = float("-inf")
 
     def open(self) -> Lane | None:
         """A lane to call over; none where the other side has none, or does not answer: gRPC says why."""
@@ -100,14 +103,22 @@ class Lanes:
                 if not _stirs(kept):
                     return kept
                 self._end(kept)
+            if time.monotonic() < self._none_until:
+                return None
         try:
             made = self._connect()
+        except (TimeoutError, ssl.SSLError) as error:
+            made, why = None, repr(error)
         except OSError as error:
             log.debug("no lane to %s: %r", self._host, error)
             return None
-        if made is None and not self._told:
-            self._told = True
-            log.info("what answers at %s:%d speaks gRPC alone: bulk goes over gRPC too", self._host, self._port)
+        else:
+            why = "it does not greet"
+        if made is None:
+            self._none_until = time.monotonic() + AGAIN_S
+            if not self._told:
+                self._told = True
+                log.info("no lane to %s:%d (%s): bulk goes over gRPC too", self._host, self._port, why)
         return made
 
     def _connect(self) -> Lane | None:

@@ -81,7 +81,7 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # how long one try may take: handshakes of a slow line too
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
