@@ -319,7 +319,8 @@ class Bulk:
             window = Window(run.config.wire.chunk_bytes, progress.window_bytes)
             window.begin(header.first_byte)
             async with Heard(window, messages) as heard:
-                await _feed(context, split(parts, lambda: window.chunk_bytes, header.first_byte, end), heard)
+                fed = _failing(split(parts, lambda: window.chunk_bytes, header.first_byte, end))
+                await _feed(context, fed, heard)
             if header.total_bytes:
                 progress.window_bytes = window.bytes
             if header.outcome == "committed":
@@ -402,6 +403,12 @@ async def _feed(context: Context | Call, messages: Iterator[tuple[Bytes, ...]], 
         while not heard.admits(len(message) - FRAME_BYTES):
             await heard.room(len(message) - FRAME_BYTES)
         await _send(context, message)
+
+
+def _failing(messages: Iterator[tuple[Bytes, ...]]) -> Iterator[tuple[Bytes, ...]]:
+    """Messages, with a step at which a test may kill the process behind each."""
+    for message in messages:
+        yield message
         failpoint("fetch-chunk")
 
 

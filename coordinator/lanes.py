@@ -14,7 +14,6 @@ from typing import Any
 import grpc
 
 from diloco.errors import Malformed
-from diloco.failpoints import failpoint
 from diloco.framing import FRAME_BYTES, Bytes, Placed
 from diloco.lane import Encryption, Kind, Lane
 from diloco.v1 import coordinator_pb2 as pb
@@ -126,7 +125,6 @@ class Call:
                 return count
             self._lane.send(Kind.MESSAGE, *message)
             self._held = None
-            failpoint("fetch-chunk")
         return 0
 
     async def end(self) -> None:
