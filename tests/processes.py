@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import signal
@@ -240,9 +241,14 @@ def wait_until(condition: Callable[[], T], what: str, timeout_s: float = RUN_S) 
     return found
 
 
+_PORTS = itertools.islice(itertools.cycle(range(20_000, 32_000)), os.getpid() * 37 % 12_000, None)
+"""Below those that the kernel gives out, each only once in a while."""
+
+
 def free_port() -> int:
-    """A port that nobody listens on. Prefer port 0 where the command can say which one it took."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, and that the kernel gives nobody else, be its owner dead for the moment: neither
+    who asks for port 0 nor who connects gets it. Prefer port 0 where the command can say which one it took."""
+    for port in itertools.islice(_PORTS, 12_000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
