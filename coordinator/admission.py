@@ -25,15 +25,12 @@ class Admission:
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
         self._streams: Counter[str] = Counter()
-
-    @property
-    def streams(self) -> int:
+        self.streams = 0
         """Bulk streams under way."""
-        return self._streams.total()
 
     @property
     def window_bytes(self) -> int:
-        """What each sender may have under way: an equal share of what all of them may, within bounds."""
+        """What each sender may have under way: an equal share of what all of them may, within bounds. On any thread."""
         share = self._limits.receive_bytes // max(1, self.streams)
         return max(LEAST_WINDOW_BYTES, min(share, LARGEST_WINDOW_BYTES))
 
@@ -53,10 +50,12 @@ class Admission:
             what = f"{limits.streams_per_island} bulk streams of an island (limits.streams_per_island)"
             raise self._spent(f"island '{island}'", what, "all are under way")
         self._streams[island] += 1
+        self.streams += 1
         try:
             yield
         finally:
             self._streams[island] -= 1
+            self.streams -= 1
             self._streams += Counter()  # forgets islands at zero
 
     @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -15,12 +14,12 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from coordinator.answers import Context, answers, to_bytes
+from coordinator.calls import Call, streams
 from coordinator.division import checked
-from coordinator.flow import IDLE_S, Flow, Heard
+from coordinator.flow import Flow, Heard
 from coordinator.fold import Part
 from coordinator.inbox import Stored, codecs_of, part_size, select
 from coordinator.intake import Place
-from coordinator.lanes import Call
 from coordinator.results import Taken
 from coordinator.run import Run
 from coordinator.scan import Scan
@@ -31,7 +30,6 @@ from diloco.codec import CODECS, Choice, Codec
 from diloco.errors import (
     CodecError,
     Conflict,
-    DeadlineExceeded,
     DilocoError,
     Expired,
     Malformed,
@@ -39,7 +37,7 @@ from diloco.errors import (
     StaleEpoch,
 )
 from diloco.failpoints import failpoint
-from diloco.framing import FRAME_BYTES, Bytes, pieces_from_proto, read_end, split, update_end
+from diloco.framing import Bytes, pieces_from_proto, read_end, split, update_end
 from diloco.layout import Piece
 from diloco.v1 import coordinator_pb2 as pb
 from diloco.window import Window
@@ -84,8 +82,8 @@ class Bulk:
     def methods(self) -> dict[str, Any]:
         """gRPC method handlers by name."""
         return {
-            "Push": grpc.stream_stream_rpc_method_handler(self.push, response_serializer=to_bytes),
-            "Fetch": grpc.stream_stream_rpc_method_handler(self.fetch),
+            "Push": streams(self.push),
+            "Fetch": streams(self.fetch),
             "Resume": grpc.unary_unary_rpc_method_handler(
                 self.resume, request_deserializer=pb.PushHeader.FromString, response_serializer=to_bytes
             ),
@@ -105,10 +103,11 @@ class Bulk:
         return pb.Resumption(have_bytes=have, digest=digest)
 
     @answers
-    async def push(self, messages: AsyncIterator[Bytes], context: Context | Call) -> None:
+    async def push(self, call: Call) -> None:
         """Takes one rank's part of a contribution, or of the first parameters."""
+        messages = call.messages()
         try:
-            header = pb.PushHeader.FromString(bytes(await anext(aiter(messages))))
+            header = pb.PushHeader.FromString(bytes(await anext(messages)))
         except (DecodeError, StopAsyncIteration):
             raise Malformed("a push starts with a PushHeader") from None
         push = self._announced(header)
@@ -116,25 +115,20 @@ class Bulk:
         taken = await self._settled(push)
         if taken and (not taken.digest or header.first_byte == header.total_bytes):
             await self._compare(push, taken, messages)
-            receipt = _receipt(taken)
+            await _conclude(call, push, _receipt(taken))
         else:
-            receipt = await self._take(push, messages, context)
-        last = pb.PushReply(have_bytes=header.total_bytes, receipt=receipt)
-        if isinstance(context, Call):
-            context.last = last.SerializeToString()
-        else:
-            await _send(context, last)
+            await self._take(push, call)
 
     async def _compare(self, push: _Push, taken: Taken, messages: AsyncIterator[Bytes]) -> None:
         """Raises `Conflict` where a part that is known has another digest than its sender has now."""
         if taken.digest:
-            end = await anext(_lively(messages), b"")
+            end = await anext(messages, b"")
             digest = read_end(end)
             if digest != taken.digest:
                 rank = push.header.rank
                 raise Conflict(f"rank {rank} has sent {taken.digest} before and sends {digest} now")
 
-    async def _take(self, push: _Push, messages: AsyncIterator[Bytes], context: Context | Call) -> pb.Receipt:
+    async def _take(self, push: _Push, call: Call) -> None:
         """Takes a part that is not known, or whose sender does not know that."""
         run, header = self._run, push.header
         await run.uploads.supersede(push.slot)
@@ -143,7 +137,9 @@ class Bulk:
             await run.uploads.supersede(push.slot)  # another may have begun meanwhile
             upload, stream = run.uploads.begin(push.slot, header.total_bytes)
             try:
-                return await self._receive(push, upload, stream, messages, context)
+                receipt = await self._receive(push, upload, stream, call)
+                await _conclude(call, push, receipt)
+                await self._clear(push, upload)
             except asyncio.CancelledError:
                 if not stream.superseded:
                     raise
@@ -183,57 +179,56 @@ class Bulk:
                 run.make_room()
                 raise
 
-    async def _receive(
-        self, push: _Push, upload: Upload, stream: Stream, messages: AsyncIterator[Bytes], context: Context | Call
-    ) -> pb.Receipt:
+    async def _receive(self, push: _Push, upload: Upload, stream: Stream, call: Call) -> pb.Receipt:
         """Takes what is missing of a payload, then what it is."""
         run, header = self._run, push.header
         have = await run.uploads.run(push.slot, upload.open)
         if header.first_byte > have:
             raise Expired(f"{have} bytes of this push are here, not {header.first_byte}: ask Resume, and go on there")
-        told, seen, scan = -PROGRESS_S, have, Scan(push.pieces, push.codecs)
+        scan = Scan(push.pieces, push.codecs)
         upload.watch = None if header.seed else scan.look  # first parameters are looked at as they are placed
-        async with self._flow(upload, context) as flow:
-            async for message in _lively(messages):
-                await flow.add(message)
-                now = time.monotonic()
-                if upload.have > seen and not header.seed and now - told >= PROGRESS_S:
-                    told, seen = now, upload.have
-                    await run.intake.progressed(push.place)
-                    taken = await self._settled(push)
-                    if taken and taken.dropped:
-                        await run.uploads.drop(upload)
-                        return _receipt(taken)
-            await flow.finish()
-        if upload.have > seen and told < 0 and not header.seed:
-            await run.intake.progressed(push.place)
+        taken = await self._pour(push, upload, call)
+        if taken:
+            return _receipt(taken)
         upload.check_complete()
         run.lease(header.run_id, header.island_id, header.epoch)
         stream.storing = True
-        receipt = await self._received(push, upload, scan)
-        if not header.seed or run.state.seeded:
-            await run.uploads.drop(upload)
-            await run.uploads.prune(run.intake.over)
-        return receipt
+        return await self._received(push, upload, scan)
 
-    @contextlib.asynccontextmanager
-    async def _flow(self, upload: Upload, context: Context | Call) -> AsyncIterator[Flow]:
-        """Takes messages, and tells their sender how far its payload has come, while the block lasts."""
-
-        async def tell(flow: Flow) -> None:
-            while (have := await flow.moved()) is not None:
-                await _send(context, pb.PushReply(have_bytes=have, window_bytes=self._run.admission.window_bytes))
-
-        with Flow(self._run.uploads, upload) as flow:
-            telling = asyncio.create_task(tell(flow))
+    async def _clear(self, push: _Push, upload: Upload) -> None:
+        """Removes what is left of an upload whose sender has its receipt, and of others that are over."""
+        run = self._run
+        if not push.header.seed or run.state.seeded:
             try:
-                yield flow
-            finally:  # what is being sent goes out before a receipt or a refusal: a call sends one thing at a time
-                flow.hush()
-                await asyncio.wait([telling], timeout=RETRY_S)
-                telling.cancel()
-                if telling.done() and not telling.cancelled() and telling.exception():
-                    log.debug("telling a sender ended with %r", telling.exception())  # so does its stream
+                await run.uploads.drop(upload)
+                await run.uploads.prune(run.intake.over)
+            except OSError as error:
+                log.warning("what is left of an upload cannot be removed: %s", error)
+
+    async def _pour(self, push: _Push, upload: Upload, call: Call) -> Taken | None:
+        """Has a payload flow in, and says from time to time that some of it has come; returns what becomes of one that
+        does not count any more."""
+        flow, seen = Flow(upload, lambda: self._run.admission.window_bytes), upload.have
+        pouring = asyncio.ensure_future(call.pour(flow.take))
+        coming = asyncio.ensure_future(flow.came.wait())
+        try:
+            await asyncio.wait((pouring, coming), return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                if upload.have > seen and not push.header.seed:
+                    seen = upload.have
+                    await self._run.intake.progressed(push.place)
+                    taken = await self._settled(push)
+                    if taken and taken.dropped:
+                        return taken
+                if pouring.done():
+                    break
+                await asyncio.wait((pouring,), timeout=PROGRESS_S)
+            await pouring
+        finally:
+            flow.stop()
+            pouring.cancel()
+            coming.cancel()
+        return None
 
     async def _received(self, push: _Push, upload: Upload, scan: Scan) -> pb.Receipt:
         """Takes a part whose bytes are all here."""
@@ -304,27 +299,29 @@ class Bulk:
     # -- updates and anchors ------------------------------------------------------------------------------------------
 
     @answers
-    async def fetch(self, messages: AsyncIterator[Bytes], context: Context | Call) -> None:
+    async def fetch(self, call: Call) -> None:
         """Sends pieces of an update, or of anchors as they stand."""
+        messages = call.messages()
         try:
-            request = pb.FetchRequest.FromString(bytes(await anext(aiter(messages))))
+            request = pb.FetchRequest.FromString(bytes(await anext(messages)))
         except (DecodeError, StopAsyncIteration):
             raise Malformed("a fetch starts with a FetchRequest") from None
         header, parts = await self._found(request)
         run = self._run
         with run.admission.stream(request.island_id), run.store.reading(request.fragment, request.round):
-            await _send(context, header.SerializeToString())
+            await call.write(header.SerializeToString())
             end = min(header.total_bytes, header.first_byte + (request.length_bytes or header.total_bytes))
             progress = run.progress[request.island_id]
             window = Window(run.config.wire.chunk_bytes, progress.window_bytes)
             window.begin(header.first_byte)
             async with Heard(window, messages) as heard:
                 fed = _failing(split(parts, lambda: window.chunk_bytes, header.first_byte, end))
-                await _feed(context, fed, heard)
+                while count := await call.feed(fed, heard.admits):
+                    await heard.room(count)
             if header.total_bytes:
                 progress.window_bytes = window.bytes
             if header.outcome == "committed":
-                await _send(context, update_end(await self._digest(request)))
+                await call.write(update_end(await self._digest(request)))
 
     async def _digest(self, request: pb.FetchRequest) -> int:
         """The digest that an update leads to, once the ledger has it."""
@@ -377,57 +374,11 @@ def _at_once(byte: int) -> None:
     """The payload is there."""
 
 
-async def _lively(messages: AsyncIterator[Bytes]) -> AsyncIterator[Bytes]:
-    """The messages of a stream that does not stop half-way without an end."""
-    stream = aiter(messages)
-    while True:
-        try:
-            async with asyncio.timeout(IDLE_S):
-                message = await anext(stream, None)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the stream brought nothing for {IDLE_S:g} s: ask Resume, and go on there"
-            ) from None
-        if message is None:
-            return
-        yield message
-
-
-async def _feed(context: Context | Call, messages: Iterator[tuple[Bytes, ...]], heard: Heard) -> None:
-    """Sends chunks as the receiver lets them come."""
-    if isinstance(context, Call):
-        while count := await context.feed(messages, heard.admits):
-            await heard.room(count)
-        return
-    async for message in _ahead(map(b"".join, messages)):
-        while not heard.admits(len(message) - FRAME_BYTES):
-            await heard.room(len(message) - FRAME_BYTES)
-        await _send(context, message)
-
-
 def _failing(messages: Iterator[tuple[Bytes, ...]]) -> Iterator[tuple[Bytes, ...]]:
     """Messages, with a step at which a test may kill the process behind each."""
     for message in messages:
         yield message
         failpoint("fetch-chunk")
-
-
-async def _ahead(messages: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Messages, each made on a thread while the one before it is sent."""
-    loop = asyncio.get_running_loop()
-    making = loop.run_in_executor(None, next, messages, None)
-    while (message := await making) is not None:
-        making = loop.run_in_executor(None, next, messages, None)
-        yield message
-
-
-async def _send(context: Context | Call, message: bytes | pb.PushReply) -> None:
-    """Sends a message to a caller who takes it."""
-    try:
-        async with asyncio.timeout(IDLE_S):
-            await context.write(message)
-    except TimeoutError:
-        raise DeadlineExceeded(f"the stream took nothing for {IDLE_S:g} s: ask for the rest") from None
 
 
 def sampled(look: Callable[[], int], every_s: float = 1.0) -> Callable[[], int]:
@@ -442,6 +393,10 @@ def sampled(look: Callable[[], int], every_s: float = 1.0) -> Callable[[], int]:
         return last[1]
 
     return figure
+
+
+async def _conclude(call: Call, push: _Push, receipt: pb.Receipt) -> None:
+    await call.conclude(pb.PushReply(have_bytes=push.header.total_bytes, receipt=receipt).SerializeToString())
 
 
 def _receipt(taken: Taken) -> pb.Receipt:

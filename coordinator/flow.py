@@ -1,105 +1,70 @@
-"""The pace of streams: messages on their way to the thread that writes them, and what is sent before it is heard of."""
+"""The pace of streams: what comes is taken and its sender told, and what is sent waits until it is heard of."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 
 from google.protobuf.message import DecodeError
 
-from coordinator.upload import Upload, Uploads
+from coordinator.calls import IDLE_S
+from coordinator.upload import Upload
 from diloco.errors import DeadlineExceeded, Malformed
-from diloco.framing import Bytes
+from diloco.framing import Bytes, Placed
 from diloco.v1 import coordinator_pb2 as pb
 from diloco.window import Window
 
 log = logging.getLogger("diloco.coordinator")
-IDLE_S = 120.0
-"""A stream that moves no byte for so long is ended: its line is dead."""
-BEHIND = 4
-"""Messages of a stream that wait while earlier ones are written."""
 TELL_BYTES = 4 * 2**20
-"""A sender hears how far its payload has come after so much at the latest, and whenever all that came is written."""
+"""A sender hears how far its payload has come after so much at the latest, and whenever it pauses."""
 
 
 class Flow:
-    """Hands messages over in batches: one is written at a time, and what comes meanwhile is the next.
+    """Takes what a stream brings as it comes, and says how far its payload has come.
 
-    Used on one loop, as a context: what still waits at its end is written before anything else of the same slot.
+    Args:
+        upload: what it brings.
+        window_bytes: says what its sender may have under way.
     """
 
-    def __init__(self, uploads: Uploads, upload: Upload) -> None:
-        self._uploads, self._upload = uploads, upload
-        self._waiting: list[Bytes] = []
-        self._writing: asyncio.Future[None] | None = None
-        self._failed: BaseException | None = None
-        self._done, self._moved = asyncio.Event(), asyncio.Event()
+    def __init__(self, upload: Upload, window_bytes: Callable[[], int]) -> None:
+        self._upload, self._window_bytes = upload, window_bytes
+        self._loop = asyncio.get_running_loop()
         self._told = upload.have
-        self._over = False
+        self._stopped = False
+        self.came = asyncio.Event()
+        """Something has come."""
 
-    def __enter__(self) -> Flow:
-        return self
+    def take(self, message: Bytes | Placed, more: Callable[[], bool]) -> bytes | None:
+        """Takes a message, on any thread; raises what `Upload.add` does. After `stop` it takes nothing.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        rest, self._waiting = self._waiting, []
-        if rest:
-            self._uploads.run(self._upload.slot, self._upload.add_all, rest).add_done_callback(_seen)
+        Args:
+            message: a chunk, or the end.
+            more: whether the next one comes at once, so that its sender need not be told yet.
 
-    async def add(self, message: Bytes) -> None:
-        """Hands a message over; waits while too many do. Raises what writing earlier ones has raised."""
-        self._waiting.append(message)
-        self._start()
-        while self._writing and len(self._waiting) > BEHIND:
-            await self._next()
-        self._check()
+        Returns:
+            What its sender is to be told, if anything (`PushReply`).
+        """
+        with self._upload.lock:
+            if self._stopped:
+                return None
+            new, have = self._upload.add(message), self._upload.have
+        if not new or (have - self._told < TELL_BYTES and more()):
+            return None
+        if not self.came.is_set():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                self._loop.call_soon_threadsafe(self.came.set)
+        self._told = have
+        return pb.PushReply(have_bytes=have, window_bytes=self._window_bytes()).SerializeToString()
 
-    async def finish(self) -> None:
-        """Returns once all is written. Raises what writing has raised."""
-        while self._writing:
-            await self._next()
-        self._check()
-
-    async def moved(self) -> int | None:
-        """Bytes that the upload has, once those are more than at the last call, and the sender may wait for that; None
-        once nobody is to be told any more."""
-        while self._upload.have == self._told and not self._over:
-            await self._moved.wait()
-            self._moved.clear()
-        self._told = self._upload.have
-        return None if self._over else self._told
-
-    def hush(self) -> None:
-        """Nobody is to be told any more."""
-        self._over = True
-        self._moved.set()
-
-    async def _next(self) -> None:
-        """Returns once a batch is written."""
-        self._done.clear()
-        await self._done.wait()
-
-    def _check(self) -> None:
-        if self._failed:
-            raise self._failed
-
-    def _start(self) -> None:
-        if self._writing is None and self._waiting and not self._failed:
-            batch, self._waiting = self._waiting, []
-            self._writing = self._uploads.run(self._upload.slot, self._upload.add_all, batch)
-            self._writing.add_done_callback(self._written)
-
-    def _written(self, writing: asyncio.Future[None]) -> None:
-        self._writing, self._failed = None, _seen(writing)
-        self._start()
-        self._done.set()
-        if not self._writing or self._upload.have - self._told >= TELL_BYTES:
-            self._moved.set()
+    def stop(self) -> None:
+        """Nothing is taken any more."""
+        self._stopped = True
 
 
 class Heard:
@@ -159,8 +124,3 @@ class Heard:
         finally:
             self._silent = True
             self._moved.set()
-
-
-def _seen(writing: asyncio.Future[None]) -> BaseException | None:
-    """What writing has raised. Of a stream that is over nobody asks: the next one finds how far it came."""
-    return None if writing.cancelled() else writing.exception()

@@ -83,9 +83,10 @@ class Part:
             check_values(piece, codec, payload, piece.box.numel)
 
 
-def check_values(piece: Piece, codec: Codec, payload: Tensor, numel: int) -> None:
-    """Raises `DivergedError` where one of some values of a piece is not finite, or too large."""
-    if not codec.largest(payload, numel) <= LARGEST:  # NaN compares false
+def check_values(piece: Piece, codec: Codec, payload: Tensor, numel: int, threads: int = 0) -> None:
+    """Raises `DivergedError` where one of some values of a piece is not finite, or too large. On `threads` threads; 0
+    for as many as torch computes with."""
+    if not codec.largest(payload, numel, threads) <= LARGEST:  # NaN compares false
         raise DivergedError(
             f"tensor {piece.tensor} of the contribution has values that are not finite or beyond {LARGEST:g}"
         )

@@ -9,9 +9,11 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
+import numpy
 
 from diloco.errors import Malformed
 from diloco.framing import FRAME_BYTES, Bytes, Placed
@@ -25,30 +27,36 @@ KEEP_S = 60.0
 """How long a lane stays open between two calls."""
 LAST_S = 10.0
 """How long a caller may take to end a call that is over, or to shake hands."""
-AHEAD = 4
-"""Messages that are received before they are asked for."""
+
+
+PAUSE_S = 0.001
+"""A caller from whom nothing comes for so long may wait for an answer."""
+Take = Callable[[Bytes | Placed, Callable[[], bool]], bytes | None]
+"""Takes a message, whose memory is used again afterwards; may ask whether another comes at once, and returns what is to
+be sent."""
 
 
 class Ended(Exception):
     """The call is over, by an error that its caller is told."""
 
 
-class Call:
-    """One call: what a method takes for gRPC's context, and the messages that come.
+class LaneCall:
+    """One call: what a method takes for gRPC's context, and the messages that come (`coordinator/calls.py`).
 
-    A thread receives; what is sent, a thread sends.
+    A thread receives, one message before it is asked for: so who goes away is found out. What is sent, a thread sends.
     """
 
     def __init__(self, lane: Lane, sender: ThreadPoolExecutor) -> None:
         self._lane, self._sender = lane, sender
         self._loop = asyncio.get_running_loop()
-        self._coming: asyncio.Queue[Bytes | Placed | Malformed | None] = asyncio.Queue()
-        self._room = threading.Semaphore(AHEAD)
+        self._coming: asyncio.Queue[Bytes | Placed | Exception | None] = asyncio.Queue()
+        self._asked = threading.Semaphore(0)
+        self._take: Take | None = None
+        self._room: numpy.ndarray[Any, Any] = numpy.empty(0, numpy.uint8)
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._over = False
         self._held: tuple[Bytes, ...] | None = None
-        self.last = b""
-        """A message that goes out together with the end."""
+        self._ended = False
         self.broken = asyncio.Event()
         """The lane is of no more use: it was closed, or what came is no frame."""
         self.heard = asyncio.Event()
@@ -58,24 +66,50 @@ class Call:
     def _receive(self) -> None:
         broken = True
         try:
-            while frame := self._lane.receive():
+            while frame := self._lane.receive(self._place):
                 kind, content = frame
                 if kind is Kind.END:
                     broken = False
                     break
                 if kind is not Kind.MESSAGE:
                     raise Malformed(f"a call is messages and an end, and {kind.name} came within one")
-                if not self._over:
-                    self._room.acquire()
-                if not self._over:
-                    self._loop.call_soon_threadsafe(self._coming.put_nowait, content)
+                self._hand_over(content)
         except OSError as error:
             log.debug("a lane ended with %r", error)
         except Malformed as error:
-            self._loop.call_soon_threadsafe(self._coming.put_nowait, error)
+            self._on_loop(self._coming.put_nowait, error)
             self._lane.drain()
+        self._on_loop(self._done, broken)
+
+    def _place(self, count: int) -> memoryview | None:
+        """Where the payload of a message of `count` bytes is put that is taken at once."""
+        size = count - FRAME_BYTES
+        if not self._take or size <= 0:
+            return None
+        if self._room.size < size:
+            self._room = numpy.empty(size, numpy.uint8)
+        return self._room[:size].data
+
+    def _hand_over(self, message: Bytes | Placed) -> None:
+        """Has a message taken, or waits until it is asked for; once nobody wants any more, it is passed over."""
+        if not (self._over or self._take):
+            self._asked.acquire()
+        if self._over:
+            return
+        if not self._take:
+            self._on_loop(self._coming.put_nowait, message)
+            return
+        try:
+            reply = self._take(message, partial(self._lane.stirs, PAUSE_S))
+            if reply:
+                self._lane.send(Kind.MESSAGE, reply)
+        except Exception as error:  # noqa: BLE001 - whoever has it poured raises it
+            self._over = True
+            self._on_loop(self._coming.put_nowait, error)
+
+    def _on_loop(self, work: Callable[..., object], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-            self._loop.call_soon_threadsafe(self._done, broken)
+            self._loop.call_soon_threadsafe(work, *args)
 
     def _done(self, broken: bool) -> None:
         self.heard.set()
@@ -86,16 +120,26 @@ class Call:
 
     async def messages(self) -> AsyncIterator[Any]:
         """What the caller sends, until its end. Raises `Malformed` where that is no message."""
-        while (message := await self._coming.get()) is not None:
-            if isinstance(message, Malformed):
-                raise message
-            self._room.release()
+        while (message := await self._next()) is not None:
             yield message
+
+    async def _next(self) -> Bytes | Placed | None:
+        self._asked.release()
+        message = await self._coming.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def pour(self, take: Take) -> None:
+        """Has `take` take every message that still comes, on the thread that receives it, and sends what it returns,
+        until the caller's end. Raises what it raises, and then calls it no more."""
+        self._take = take
+        await self._next()
 
     def finish(self) -> None:
         """Whatever still comes is passed over."""
         self._over = True
-        self._room.release()
+        self._asked.release()
 
     async def write(self, message: Any) -> None:
         """Sends a message (bytes or protobuf)."""
@@ -127,23 +171,23 @@ class Call:
             self._held = None
         return 0
 
+    async def conclude(self, message: bytes) -> None:
+        """Sends a message, and ends the call."""
+        await self.write(message)
+        await self.end()
+
     async def end(self) -> None:
-        """Ends the call in good order, with its last message if there is one."""
-        last, self.last = self.last, b""
+        """Ends the call in good order, if it has not ended."""
+        if not self._ended:
+            self._ended = True
+            await self._send(Kind.END)
 
-        def send() -> None:
-            if last:
-                self._lane.send(Kind.MESSAGE, last)
-            self._lane.send(Kind.END)
+    async def _send(self, kind: Kind, content: bytes = b"") -> None:
+        await self._on_sender(self._lane.send, kind, content, at_once=self._lane.takes_at_once(len(content)))
 
-        await self._on_sender(send)
-
-    async def _send(self, kind: Kind, content: bytes) -> None:
-        await self._on_sender(self._lane.send, kind, content)
-
-    async def _on_sender(self, work: Callable[..., Any], *args: object) -> Any:
+    async def _on_sender(self, work: Callable[..., Any], *args: object, at_once: bool = False) -> Any:
         try:
-            return await self._loop.run_in_executor(self._sender, work, *args)
+            return work(*args) if at_once else await self._loop.run_in_executor(self._sender, work, *args)
         except OSError as error:
             log.debug("a lane took nothing: %r", error)
             raise Ended from error
@@ -158,7 +202,7 @@ class Lanes:
 
     def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
         self._methods: dict[str, Any] = {name: h.stream_stream for name, h in handlers.items() if h.stream_stream}
-        self._calls: set[Call] = set()
+        self._calls: set[LaneCall] = set()
         self._quiet = asyncio.Event()
 
     async def serve(self, sock: socket.socket, encryption: Encryption | None) -> None:
@@ -200,7 +244,7 @@ class Lanes:
         kind, name = frame[0], bytes(frame[1]).decode(errors="replace")
         if kind is not Kind.CALL:
             raise Malformed(f"a call begins with its name, not with {kind.name}")
-        self._calls.add(call := Call(lane, sender))
+        self._calls.add(call := LaneCall(lane, sender))
         task = asyncio.ensure_future(self._answer(name, call))
         task.add_done_callback(lambda _: self._ended(call))
         cut = asyncio.ensure_future(call.broken.wait())
@@ -221,7 +265,7 @@ class Lanes:
             return False
         return whole and not call.broken.is_set()
 
-    async def _answer(self, name: str, call: Call) -> bool:
+    async def _answer(self, name: str, call: LaneCall) -> bool:
         """Has the method answer; returns whether the call has ended well."""
         try:
             method = self._methods.get(name)
@@ -239,7 +283,7 @@ class Lanes:
             return False
         return True
 
-    def _ended(self, call: Call) -> None:
+    def _ended(self, call: LaneCall) -> None:
         self._calls.discard(call)
         if not self._calls:
             self._quiet.set()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import numpy
+import torch
 from torch import Tensor
 
 from coordinator.fold import check_values
@@ -15,50 +18,76 @@ AT_ONCE = 2**16
 """Values that are looked at together, at least."""
 
 
+class _Span(NamedTuple):
+    """Values that are looked at no less than together, and where their bytes are in the payload."""
+
+    piece: Piece
+    codec: Codec
+    numel: int
+    begin: int
+    end: int
+
+
 class Scan:
-    """The values of one part, from its first byte on.
+    """The values of one part, looked at in the memory in which its bytes come.
 
     Args:
         pieces, codecs: of the part, in the order of its payload.
     """
 
     def __init__(self, pieces: Sequence[Piece], codecs: Sequence[Codec]) -> None:
-        self._pieces, self._codecs = pieces, codecs
-        self._begin()
-
-    def _begin(self) -> None:
-        self._seen = 0
-        self._spans = self._cut()
+        self._spans = _cut(pieces, codecs)
         self._span = next(self._spans, None)
+        self._come = 0
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        """What has come of a span that is not here yet."""
         self._error: DivergedError | CodecError | None = None
+        self._torn = False
 
-    def _cut(self) -> Iterator[tuple[Piece, Codec, int, int]]:
-        """(piece, codec, values, last byte) of what is looked at no less than together."""
-        start = 0
-        for piece, codec in zip(self._pieces, self._codecs, strict=True):
-            for values, bytes_ in codec.slices(piece.box.numel, AT_ONCE):
-                yield piece, codec, values.stop - values.start, start + bytes_.stop
-            start += codec.size(piece.box.numel)
-
-    def look(self, payload: Tensor, have: int) -> None:
-        """Looks at what has come since, of a payload (uint8) that is here up to byte `have`; where that is less than
-        it was, what comes after it may be other bytes, and all are looked at again."""
-        if have < self._seen:
-            self._begin()
-        while self._span and not self._error and self._span[3] <= have:
-            piece, codec, numel, end = self._span
+    def look(self, fresh: memoryview, offset: int) -> None:
+        """Looks at bytes that have come, from byte `offset` of the payload on. Where they do not go on where the last
+        ones ended, as after a cut line, not all values are seen."""
+        self._torn = self._torn or offset != self._come
+        if self._torn or self._error:
+            return
+        coded = numpy.frombuffer(fresh, numpy.uint8)
+        come = torch.from_numpy(coded if coded.flags.writeable else coded.copy())
+        first, self._come = offset - len(self._rest), offset + len(fresh)
+        if len(self._rest) and self._span:  # the span that began before
+            missing = self._span.end - offset
+            self._rest, come = torch.cat((self._rest, come[:missing])), come[missing:]
+            if self._span.end > self._come:
+                return
+            self._check(self._span.piece, self._span.codec, self._rest, self._span.numel)
+            first, self._span = self._span.end, next(self._spans, None)
+        while self._span and self._span.end <= self._come:
+            piece, codec, numel, begin, end = self._span
             self._span = next(self._spans, None)
-            while self._span and self._span[0] is piece and self._span[3] <= have:
-                numel, end = numel + self._span[2], self._span[3]
+            while self._span and self._span.piece is piece and self._span.end <= self._come:
+                numel, end = numel + self._span.numel, self._span.end
                 self._span = next(self._spans, None)
-            try:
-                check_values(piece, codec, payload[end - codec.size(numel) : end], numel)
-            except (DivergedError, CodecError) as error:
-                self._error = error
-        self._seen = have
+            self._check(piece, codec, come[begin - first : end - first], numel)
+            come, first = come[end - first :], end
+        self._rest = come.clone()
+
+    def _check(self, piece: Piece, codec: Codec, coded: Tensor, numel: int) -> None:
+        try:
+            check_values(piece, codec, coded, numel, threads=1)
+        except (DivergedError, CodecError) as error:
+            self._error = self._error or error
 
     def result(self) -> bool:
         """Whether all values were seen, and are good. Raises what `Part.check_finite` raises where one is not."""
+        if self._torn:
+            return False
         if self._error:
             raise self._error
         return self._span is None
+
+
+def _cut(pieces: Sequence[Piece], codecs: Sequence[Codec]) -> Iterator[_Span]:
+    start = 0
+    for piece, codec in zip(pieces, codecs, strict=True):
+        for values, bytes_ in codec.slices(piece.box.numel, AT_ONCE):
+            yield _Span(piece, codec, values.stop - values.start, start + bytes_.start, start + bytes_.stop)
+        start += codec.size(piece.box.numel)

@@ -20,19 +20,20 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from coordinator.files import Files
 from diloco.errors import CodecError, Overload
 from diloco.failpoints import failpoint
-from diloco.framing import CONTROL_LIMIT_BYTES, END_BYTES, Assembly, Bytes, unchunk
+from diloco.framing import CONTROL_LIMIT_BYTES, END_BYTES, Assembly, Bytes, Placed, unchunk
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,6 +44,17 @@ BEGIN_BYTES = 8 * 2**20
 THREADS = max(1, min(4, os.cpu_count() or 1))
 _RECORD = struct.Struct("<QQQ")
 _NAME = re.compile(r"f(\d+)-r(\d+)-(.+)-(\d+)-(part|seed)")
+
+
+def _alone(method: Callable[Concatenate[Upload, P], T]) -> Callable[Concatenate[Upload, P], T]:
+    """Has a method hold the lock of its upload."""
+
+    @wraps(method)
+    def locked(self: Upload, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return cast("Callable[Concatenate[Upload, P], T]", locked)
 
 
 class Slot(NamedTuple):
@@ -67,14 +79,6 @@ class Slot(NamedTuple):
             return None
         fragment, round_, island, rank, kind = match.groups()
         return cls(int(fragment), int(round_), island, int(rank), kind == "seed")
-
-
-class _Chunk(NamedTuple):
-    """What one message brings, where, and with what check."""
-
-    offset: int
-    fresh: memoryview
-    check: int
 
 
 class Growing:
@@ -121,7 +125,7 @@ class Growing:
 
 
 class Upload(Growing):
-    """One payload as a growing file. All methods are called on one thread.
+    """One payload as a growing file. Any thread may call its methods, which wait for one another.
 
     Args:
         folder: where its files are.
@@ -131,6 +135,8 @@ class Upload(Growing):
     """
 
     def __init__(self, folder: Path, files: Files, slot: Slot, total_bytes: int | None) -> None:
+        self.lock = threading.RLock()
+        """Is held while one of its methods runs."""
         self._disk = files
         self.path = folder / f"{slot.name}.partial"
         self._sums_path = folder / f"{slot.name}.sums"
@@ -144,10 +150,8 @@ class Upload(Growing):
         """Bytes that the kernel was told to write to the disk."""
         self.stream: Stream | None = None
         """The stream that brings it now."""
-        self.watch: Callable[[Tensor, int], None] | None = None
-        """Is given the payload and how far it has come, whenever that has changed."""
-        self.payload = torch.empty(0, dtype=torch.uint8)
-        """The file as a memory map, while it is open and as far as it has come."""
+        self.watch: Callable[[memoryview, int], None] | None = None
+        """Is given what has come, in the memory in which it came, and where in the payload that begins."""
 
     def _recorded(self) -> int:
         """Up to which byte the last record of a payload goes that an earlier coordinator began."""
@@ -166,6 +170,7 @@ class Upload(Growing):
         """Bytes that it has still to take on the disk."""
         return 0 if self._reused or self.total_bytes is None else self.total_bytes - self.have
 
+    @_alone
     def open(self) -> int:
         """Opens the files, reads them again if this coordinator has not written them, and returns what they have."""
         if self._files is None:
@@ -175,10 +180,14 @@ class Upload(Growing):
             self._files = os.open(self.path, flags, 0o644), os.open(self._sums_path, flags, 0o644)
         if self._assembly is None:
             self._go_back(*self._reread(self.total_bytes or 0))
-        if not self.payload.numel():
-            self.payload = self._disk.map(self.path)
         return self.have
 
+    @property
+    def payload(self) -> Tensor:
+        """The file as a memory map (uint8)."""
+        return self._disk.map(self.path)
+
+    @_alone
     def look(self) -> tuple[int, str]:
         """How many bytes it has, as `open` finds it, and their digest; leaves the files open only where they were."""
         opened = self._files is not None
@@ -212,42 +221,20 @@ class Upload(Growing):
         os.ftruncate(self._files[1], len(self._records) * _RECORD.size)
         self._begun = min(self._begun, self.have)
 
-    def add(self, message: Bytes) -> bool:
-        """Takes one chunk, or the end; returns whether it brought anything new. Raises as `add_all` does."""
-        batch: list[_Chunk] = []
-        new = self._check(message, batch)
-        self._write(batch)
-        return new
-
-    def add_all(self, messages: Sequence[Bytes]) -> None:
-        """Takes chunks, and the end, in their order.
+    @_alone
+    def add(self, message: Bytes | Placed) -> bool:
+        """Takes one chunk, or the end; returns whether it brought anything new.
 
         Raises:
-            CodecError: one is damaged, leaves a gap, or is more than was announced. What came before stays.
+            CodecError: it is damaged, leaves a gap, or is more than was announced. What came before stays.
             OSError: the disk does not take it; it may come again.
         """
-        batch: list[_Chunk] = []
-        try:
-            for message in messages:
-                self._check(message, batch)
-        finally:
-            self._write(batch)
-        for _ in messages:
-            failpoint("push-chunk")
-        if self.watch:
-            self.watch(self.payload, self.have)
-
-    def _check(self, message: Bytes, batch: list[_Chunk]) -> bool:
-        """Adds what a message brings to `batch`, which is to be written; returns whether it brings anything."""
         assert self._assembly is not None
         if len(message) == END_BYTES:
-            self._write(batch)
             self._assembly.check_complete()
-            self._assembly.end(message)
+            self._assembly.end(bytes(message))
             return False
         offset, check, payload = unchunk(message)
-        if offset < self._assembly.ahead:
-            self._write(batch)
         if self._records.get(offset) == (len(payload), check):
             return False
         if offset < self.have:
@@ -256,25 +243,21 @@ class Upload(Growing):
             self._go_back(*earlier)
         else:
             fresh = self._assembly.fresh(message)
-        batch.append(_Chunk(offset, fresh, check))
+        self._write(fresh, check)
+        failpoint("push-chunk")
+        if self.watch:
+            self.watch(fresh, offset)
         return True
 
-    def _write(self, batch: list[_Chunk]) -> None:
-        """Writes what goes on at `have`; nothing is left in `batch`."""
-        if not batch:
-            return
+    def _write(self, fresh: memoryview, check: int) -> None:
+        """Writes what goes on at `have`."""
         assert self._assembly is not None
         assert self._files is not None
         data, sums = self._files
-        chunks, batch[:] = batch[:], []
-        try:
-            self._disk.write_at(data, [chunk.fresh for chunk in chunks], self.have)
-            records = b"".join(_RECORD.pack(chunk.offset, len(chunk.fresh), chunk.check) for chunk in chunks)
-            self._disk.write_at(sums, [memoryview(records)], len(self._records) * _RECORD.size)
-        except OSError:
-            self._assembly.back()
-            raise
-        self._records |= {chunk.offset: (len(chunk.fresh), chunk.check) for chunk in chunks}
+        self._disk.write_at(data, [fresh], self.have)
+        record = _RECORD.pack(self.have, len(fresh), check)
+        self._disk.write_at(sums, [memoryview(record)], len(self._records) * _RECORD.size)
+        self._records[self.have] = len(fresh), check
         self._assembly.took()
         if self.have - self._begun >= BEGIN_BYTES or self.whole:
             self._disk.start_writing(data, self._begun, self.have - self._begun)
@@ -286,13 +269,14 @@ class Upload(Growing):
         self._sums_path.unlink(missing_ok=True)
         return path
 
+    @_alone
     def close(self) -> None:
         """Closes the files; they stay."""
         files, self._files = self._files or (), None
-        self.payload = torch.empty(0, dtype=torch.uint8)
         for descriptor in files:
             os.close(descriptor)
 
+    @_alone
     def discard(self) -> None:
         """Closes and removes the files."""
         self.close()
@@ -314,8 +298,7 @@ class Stream:
 class Uploads:
     """All uploads that have begun and are not over: one per slot, each with at most one stream.
 
-    Used on one loop; the files of a slot are touched on one thread, in order. So what a stream that was cut off had
-    still to write is written before the next stream of the same slot begins.
+    Used on one loop; the files of a slot are opened, closed and removed on one thread, in order.
     """
 
     def __init__(self, folder: Path, files: Files) -> None:

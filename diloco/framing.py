@@ -192,8 +192,7 @@ class Assembly:
         self.ended = False
         """Whether the end of the push has come, and is right."""
         self._whole = self._next = xxhash.xxh3_128()
-        self.ahead = 0
-        """Bytes that are found good, from the first, be they stored or not."""
+        self._ahead = 0
 
     @property
     def digest(self) -> str:
@@ -201,14 +200,14 @@ class Assembly:
         return self._whole.hexdigest()
 
     def fresh(self, message: Bytes | Placed) -> memoryview:
-        """What a message adds behind what was found good. The holder stores it, then calls `took`, for one or several.
+        """What a message adds behind what is here. The holder stores it, then calls `took`.
 
         Raises:
             CodecError: the message is damaged, is of another place, or goes beyond the end.
         """
         offset, check, payload = unchunk(message)
-        if offset != self.ahead:
-            raise CodecError(f"a chunk begins at byte {offset}, and {self.ahead} bytes have come")
+        if offset != self.have:
+            raise CodecError(f"a chunk begins at byte {offset}, and {self.have} bytes have come")
         if offset + len(payload) > self.total_bytes:
             raise CodecError(f"more than the {self.total_bytes} bytes that the header announced")
         if not self.fits(payload, check):
@@ -216,21 +215,17 @@ class Assembly:
         return payload
 
     def fits(self, payload: memoryview, check: int) -> bool:
-        """Whether bytes go on at `ahead` and have that check; then `took` counts them."""
-        following = self._next.copy()
+        """Whether bytes that go on where it stands have that check; then `took` counts them."""
+        following = self._whole.copy()
         following.update(payload)
         if check_of(following) != check:
             return False
-        self._next, self.ahead = following, self.ahead + len(payload)
+        self._next, self._ahead = following, self.have + len(payload)
         return True
 
     def took(self) -> None:
-        """Counts what was found good: it is stored."""
-        self._whole, self.have = self._next, self.ahead
-
-    def back(self) -> None:
-        """Forgets what was found good and is not stored."""
-        self._next, self.ahead = self._whole, self.have
+        """Counts what was found good last: it is stored."""
+        self._whole, self.have = self._next, self._ahead
 
     def end(self, message: Bytes) -> None:
         """Takes the end of a push. Raises `CodecError` where it is not of the bytes that have come."""

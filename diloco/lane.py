@@ -11,6 +11,7 @@ TLS, whose handshake names the protocol `ALPN`, as well.
 from __future__ import annotations
 
 import contextlib
+import select
 import ssl
 import struct
 import threading
@@ -29,6 +30,8 @@ READ_BYTES = 2**18
 """Encrypted bytes that are read at a time."""
 WRITE_BYTES = 2**16
 """Bytes that are encrypted at a time: they stay in the cache."""
+SMALL_BYTES = 2**12
+"""What a socket that may be written to has room for."""
 _HEAD = struct.Struct("<IB")
 HEAD_BYTES = _HEAD.size
 """Bytes of a frame before its content."""
@@ -177,6 +180,14 @@ class Lane:
         """Sends one frame with these parts, one after the other. Raises `OSError` where it does not get through."""
         self._write([_HEAD.pack(sum(len(part) for part in parts), kind), *parts])
 
+    def takes_at_once(self, count: int) -> bool:
+        """Whether so many bytes may be sent now without waiting, by whoever alone sends."""
+        if count > SMALL_BYTES or self._sending.locked():
+            return False
+        waiting = select.poll()
+        waiting.register(self._sock, select.POLLOUT)
+        return bool(waiting.poll(0))
+
     def receive(
         self, room: Callable[[int], memoryview | None] = lambda count: None
     ) -> tuple[Kind, memoryview | Placed] | None:
@@ -222,6 +233,12 @@ class Lane:
     def pending(self) -> bool:
         """Whether bytes have left the socket that no frame has had."""
         return self._encryption is not None and self._encryption.pending
+
+    def stirs(self, within_s: float = 0.0) -> bool:
+        """Whether something comes within so many seconds that no frame has had, be it the lane's end."""
+        waiting = select.poll()
+        waiting.register(self._sock, select.POLLIN)
+        return self.pending or bool(waiting.poll(within_s * 1000))
 
     def close(self) -> None:
         """Closes the lane; threads that wait in it fail."""

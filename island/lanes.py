@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import select
 import socket
 import ssl
 import threading
@@ -100,7 +99,7 @@ class Lanes:
                 self._end(self._idle.pop(0)[0])
             while self._idle:
                 kept, _ = self._idle.pop()
-                if not _stirs(kept):
+                if not kept.stirs():
                     return kept
                 self._end(kept)
             if time.monotonic() < self._none_until:
@@ -262,13 +261,6 @@ class GrpcCall:
 
 def _nowhere(count: int) -> memoryview | None:
     """No room: answers come in memory of their own."""
-
-
-def _stirs(lane: Lane) -> bool:
-    """Whether something has come over a lane that nobody uses: its end, most likely."""
-    waiting = select.poll()
-    waiting.register(lane, select.POLLIN)
-    return bool(waiting.poll(0)) or lane.pending
 
 
 def _context(tls: TLS) -> ssl.SSLContext:

@@ -82,7 +82,6 @@ class SimUpload(Growing):
         if (offset, len(payload), check) in self.file.sums:
             return False
         earlier = self.reread(offset) if offset < self.have else self._assembly
-        earlier.back()
         fresh = earlier.fresh(message)
         if earlier is not self._assembly:
             self._go_back(earlier)

@@ -128,13 +128,16 @@ class Codec(ABC):
         for begin in range(done, numel, self.at_once):
             self.window(payload, numel, begin, min(begin + self.at_once, numel))
 
-    def largest(self, payload: Tensor, numel: int) -> float:
-        """The largest magnitude of the values of a payload; infinite or NaN where one is. Raises as `decode` does."""
+    def largest(self, payload: Tensor, numel: int, threads: int = 0) -> float:
+        """The largest magnitude of the values of a payload; infinite or NaN where one is. Raises as `decode` does.
+
+        On `threads` threads; 0 for as many as torch computes with.
+        """
         self.check(payload, numel)
         done = most = 0
         if self.kernel and native.usable(payload):
             done = numel // self.block * self.block
-            most = self.kernel.largest(payload, numel // self.block)
+            most = self.kernel.largest(payload, numel // self.block, threads)
             if most < 0:
                 raise self.bad("a scale or an index is out of range")
         for begin in range(done, numel, self.at_once):

@@ -67,9 +67,10 @@ class Kernel:
         """Whether all records are good."""
         return library.sound(self.number, records.data_ptr(), blocks, self.keep, torch.get_num_threads())
 
-    def largest(self, records: Tensor, blocks: int) -> int:
-        """Bits of the largest magnitude of the values of records; -1 where one is not good."""
-        return library.largest(self.number, records.data_ptr(), blocks, self.keep, torch.get_num_threads())
+    def largest(self, records: Tensor, blocks: int, threads: int) -> int:
+        """Bits of the largest magnitude of the values of records; -1 where one is not good. On `threads` threads; 0 for
+        as many as torch computes with."""
+        return library.largest(self.number, records.data_ptr(), blocks, self.keep, threads or torch.get_num_threads())
 
     def move(self, anchor: Tensor, out: Tensor, records: Tensor, blocks: int, first: int) -> int | None:
         """Writes `anchor` minus the values of records; returns the digest of that, or None where a record is not good.

@@ -74,7 +74,7 @@ def test_a_lane_that_is_ended_twice_leaves_no_thread(stack: ExitStack) -> None:
     """As where a coordinator ends while a call that was cut off still clears up."""
     before, cut, clear = held(), threading.Event(), asyncio.Event()
 
-    async def method(messages: object, context: lanes.Call) -> None:
+    async def method(messages: object, context: lanes.LaneCall) -> None:
         try:
             await asyncio.Event().wait()
         finally:
@@ -104,7 +104,7 @@ def test_the_first_call_may_be_as_slow_as_any(stack: ExitStack, tmp_path: Path, 
     """Though it comes together with the greeting: how long a caller may take to greet is another matter."""
     waited = list[float | None]()
 
-    async def method(messages: AsyncIterator[bytes], context: lanes.Call) -> None:
+    async def method(messages: AsyncIterator[bytes], context: lanes.LaneCall) -> None:
         waited.append(alone.there.gettimeout())
         assert [bytes(message) async for message in messages] == [b"x"]
 
@@ -130,7 +130,7 @@ def test_a_call_that_has_ended_on_its_callers_side_is_answered(stack: ExitStack)
     """All that its caller says is there before the method asks for anything."""
     go_on = threading.Event()
 
-    async def method(messages: AsyncIterator[bytes], context: lanes.Call) -> None:
+    async def method(messages: AsyncIterator[bytes], context: lanes.LaneCall) -> None:
         await asyncio.to_thread(go_on.wait, BOUND_S)
         async for message in messages:
             await context.write(bytes(message) * 2)
