@@ -48,11 +48,11 @@ class Scan:
         """Looks at bytes that have come, from byte `offset` of the payload on. Where they do not go on where the last
         ones ended, as after a cut line, not all values are seen."""
         self._torn = self._torn or offset != self._come
+        first, self._come = offset - len(self._rest), offset + len(fresh)
         if self._torn or self._error:
             return
         coded = numpy.frombuffer(fresh, numpy.uint8)
         come = torch.from_numpy(coded if coded.flags.writeable else coded.copy())
-        first, self._come = offset - len(self._rest), offset + len(fresh)
         if len(self._rest) and self._span:  # the span that began before
             missing = self._span.end - offset
             self._rest, come = torch.cat((self._rest, come[:missing])), come[missing:]

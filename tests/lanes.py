@@ -17,7 +17,7 @@ from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from island.lanes import LaneError, Lanes
 from tests.processes import wait_until
-from tests.support import BOUND_S, Serving, Visitor, part
+from tests.support import BOUND_S, Visitor, part
 
 
 def framed(kind: int, content: bytes = b"") -> bytes:
@@ -79,15 +79,6 @@ def receipt(messages: Iterable[bytes]) -> pb.Receipt:
     *_, last = (pb.PushReply.FromString(message) for message in messages)
     assert last.HasField("receipt")
     return last.receipt
-
-
-def wait_quiet(served: Serving) -> None:
-    """Returns once no call is under way: all that they took is given back."""
-
-    def quiet() -> bool:
-        return served.ask(lambda run: not run.admission.streams and not served.gate.under_way)
-
-    wait_until(quiet, "every call has ended", BOUND_S)
 
 
 def held() -> tuple[list[str], int]:

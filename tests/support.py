@@ -41,6 +41,7 @@ from diloco.schedule import Schedule
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
 from island.link import Link
+from tests.processes import wait_until
 
 T = TypeVar("T")
 BOUND_S = 30.0
@@ -396,6 +397,15 @@ def visit(
         link.close()
 
 
+def wait_quiet(served: Serving) -> None:
+    """Returns once no call is under way: all that they took is given back."""
+
+    def quiet() -> bool:
+        return served.ask(lambda run: not run.admission.streams and not served.gate.under_way)
+
+    wait_until(quiet, "every call has ended", BOUND_S)
+
+
 class Rig:
     """A coordinator under a clock that the test turns, and islands that visit it; until the stack is closed."""
 
@@ -424,6 +434,7 @@ class Rig:
         visitors = [self.island(island) for island in islands]
         for fragment in (f for f in self.run.fragments if not f.elsewhere):
             visitors[0].push(fragment, draw(fragment, 0), seed=True)
+        wait_quiet(self.served)
         phases = [visitor.beat(ready=True).phase for visitor in visitors]
         assert phases[-1] == "running"
         return visitors

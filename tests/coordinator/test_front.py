@@ -24,9 +24,9 @@ from diloco.errors import Untrusted
 from diloco.lane import ALPN, HELLO, Encryption, Lane
 from diloco.v1 import coordinator_pb2 as pb
 from island.lanes import _context
-from tests.lanes import called, framed, held, lane_to, pushed, say, wait_held, wait_quiet
+from tests.lanes import called, framed, held, lane_to, pushed, say, wait_held
 from tests.processes import wait_until
-from tests.support import BOUND_S, MODEL, Serving, Visitor, configure, draw, floats, serving, visit
+from tests.support import BOUND_S, MODEL, Serving, Visitor, configure, draw, floats, serving, visit, wait_quiet
 
 IPV6 = socket.has_dualstack_ipv6()
 WITH_IPV6 = pytest.mark.skipif(not IPV6, reason="this machine has no IPv6")

@@ -84,7 +84,7 @@ def test_a_lane_that_is_ended_twice_leaves_no_thread(stack: ExitStack) -> None:
     async def end_twice() -> None:
         alone = Alone(method, stack)
         task = alone.serve()
-        await asyncio.to_thread(alone.ask, *[b"x"] * (4 * lanes.AHEAD))
+        await asyncio.to_thread(alone.ask, *[b"x"] * 16)
         await asyncio.to_thread(wait_until, lambda: alone.lanes._calls, "the call has come", BOUND_S)
         for _ in range(2):
             task.cancel()
@@ -134,7 +134,7 @@ def test_a_call_that_has_ended_on_its_callers_side_is_answered(stack: ExitStack)
         await asyncio.to_thread(go_on.wait, BOUND_S)
         async for message in messages:
             await context.write(bytes(message) * 2)
-        context.last = b"last"
+        await context.conclude(b"last")
 
     async def ask() -> list[bytes]:
         alone = Alone(method, stack)

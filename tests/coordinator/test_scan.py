@@ -25,11 +25,12 @@ def payload(codec: str, bad: dict[int, float] | None = None) -> torch.Tensor:
 
 
 def scanned(data: torch.Tensor, codec: str, step: int) -> Scan:
-    """Whoever looks sees the bytes that have come, and others beyond them."""
-    scan, here = Scan(PIECES, [CODECS[codec]] * len(PIECES)), torch.full_like(data, 255)
+    """What comes is there for one look: the next bytes come in the same memory."""
+    scan, memory = Scan(PIECES, [CODECS[codec]] * len(PIECES)), torch.empty(step, dtype=torch.uint8)
     for offset in range(0, len(data), step):
-        here[offset : offset + step] = data[offset : offset + step]
-        scan.look(here, min(offset + step, len(data)))
+        fresh = memory[: len(data[offset : offset + step])].copy_(data[offset : offset + step])
+        scan.look(fresh.numpy().data, offset)
+        memory.fill_(255)
     return scan
 
 
@@ -56,24 +57,26 @@ def test_a_payload_that_no_encoder_writes_is_found() -> None:
 
 def test_a_part_that_is_not_whole_is_not_taken_for_good() -> None:
     scan, data = Scan(PIECES, [CODECS["fp32"]] * len(PIECES)), payload("fp32")
-    scan.look(data, len(data) - 1)
+    scan.look(data[:-1].numpy().data, 0)
     assert not scan.result()
 
 
+def test_bytes_that_cannot_be_written_are_looked_at_as_well() -> None:
+    scan, data = Scan(PIECES, [CODECS["fp32"]] * len(PIECES)), payload("fp32").numpy().tobytes()
+    scan.look(memoryview(data)[:5000], 0)
+    scan.look(memoryview(data)[5000:], 5000)
+    assert scan.result()
+
+
 @pytest.mark.parametrize("bad", [True, False])
-def test_what_goes_back_is_looked_at_again(bad: bool) -> None:
-    first, then = payload("fp32", {0: math.nan}), payload("fp32")
-    if bad:
-        first, then = then, first
+@pytest.mark.parametrize(("begin", "then"), [(0, 8), (8, 16), (0, 0)])
+def test_where_not_all_was_seen_in_order_nothing_is_said(begin: int, then: int, bad: bool) -> None:
+    """As of a payload whose first bytes came over another line, or which other bytes took the place of."""
+    data = payload("fp32", {4: math.nan} if bad else {}).numpy().data
     scan = Scan(PIECES, [CODECS["fp32"]] * len(PIECES))
-    scan.look(first, len(first))
-    scan.look(then, 8)
-    scan.look(then, len(then))
-    if bad:
-        with pytest.raises(DivergedError, match="tensor 0 "):
-            scan.result()
-    else:
-        assert scan.result()
+    scan.look(data[begin : begin + 64], begin)
+    scan.look(data[then:], then)
+    assert not scan.result()
 
 
 def test_nothing_is_seen_of_nothing() -> None:

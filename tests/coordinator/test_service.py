@@ -27,7 +27,20 @@ from diloco.fragments import partition
 from diloco.layout import Box, Layout, Piece, TensorSpec
 from diloco.settings import to_toml
 from diloco.window import FIRST_BYTES, Window
-from tests.support import BOUND_S, MODEL, Rig, Visitor, configure, draw, floats, part, payload, serving, visit
+from tests.support import (
+    BOUND_S,
+    MODEL,
+    Rig,
+    Visitor,
+    configure,
+    draw,
+    floats,
+    part,
+    payload,
+    serving,
+    visit,
+    wait_quiet,
+)
 
 CONFIG = configure("rounds.start_islands=2", "rounds.quorum=2")
 FRAGMENTS = partition(MODEL, CONFIG.sync)
@@ -158,6 +171,7 @@ def test_a_run_is_seeded_once_all_ranks_parts_are_durable(at: Rig) -> None:
     assert (state.seeder, state.reason) == ("", "1 of 2 islands are ready")
     assert [f.digest for f in state.fragments] == [digest_of(f, draw(f, 0)) & (2**64 - 1) for f in FRAGMENTS]
     assert len(list(at.run.store.root.glob("manifest-*"))) == 1
+    wait_quiet(at.served)
     assert at.inbox() == []
 
 

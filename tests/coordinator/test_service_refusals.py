@@ -36,7 +36,7 @@ from diloco.fragments import partition
 from diloco.framing import PROTOCOL, SERVICE, chunk, chunks
 from diloco.layout import Box, Layout, Piece, TensorSpec
 from diloco.v1 import coordinator_pb2 as pb
-from tests.support import BOUND_S, MODEL, Rig, configure, draw, floats, part, visit, whole
+from tests.support import BOUND_S, MODEL, Rig, configure, draw, floats, part, visit, wait_quiet, whole
 
 FRAGMENTS = partition(MODEL, configure().sync)
 FRAGMENT, OTHER, STATIC = FRAGMENTS
@@ -294,7 +294,7 @@ def test_a_header_that_cannot_be_meant_is_refused_before_anything_is_received(
 ) -> None:
     a, b = at.started("a", "b")
     before = remains(at)
-    monkeypatch.setattr(Upload, "add_all", None)
+    monkeypatch.setattr(Upload, "add", None)
     with pytest.raises(kind, match=words):
         raw_push(at, [a.header(0, whole(FRAGMENT), **fields).SerializeToString(), *GOOD])
     monkeypatch.undo()
@@ -332,6 +332,7 @@ def test_before_the_run_has_started_no_contribution_is_taken(make: Make, seeded:
     seeds = [(fragment, draw(fragment, 0)) for fragment in FRAGMENTS]
     for fragment, values in seeds if seeded else ():
         a.push(fragment, values, seed=True)
+    wait_quiet(at.served)
     before = remains(at)
     contribution = torch.full((FRAGMENT.numel,), value)
     with pytest.raises(Malformed, match="round 0 of fragment 0 is not open: the run has not started"):
@@ -368,11 +369,12 @@ def test_first_parameters_that_are_not_finite_or_foreign_are_refused(at: Rig) ->
 def test_a_push_that_its_sender_gives_up_goes_on_where_it_stopped(at: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     a, _ = at.started("a", "b")
     arrived, ended, go_on = Event(), Event(), Event()
-    add_all, end = Upload.add_all, Uploads.end
+    add, end = Upload.add, Uploads.end
 
-    def noted_add(upload: Upload, messages: Sequence[bytes]) -> None:
-        add_all(upload, messages)
+    def noted_add(upload: Upload, message: bytes) -> bool:
+        new = add(upload, message)
         arrived.set()
+        return new
 
     def noted_end(uploads: Uploads, upload: Upload) -> None:
         end(uploads, upload)
@@ -383,7 +385,7 @@ def test_a_push_that_its_sender_gives_up_goes_on_where_it_stopped(at: Rig, monke
         yield GOOD[0]
         go_on.wait(BOUND_S)
 
-    monkeypatch.setattr(Upload, "add_all", noted_add)
+    monkeypatch.setattr(Upload, "add", noted_add)
     monkeypatch.setattr(Uploads, "end", noted_end)
     with grpc.insecure_channel(at.address) as channel:
         call: Any = channel.stream_stream(f"/{SERVICE}/Push", None, None)
@@ -436,7 +438,7 @@ def test_a_full_disk_is_said_to_the_caller_and_the_run_goes_on(at: Rig, monkeypa
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    for method in ("add_all", "publish"):
+    for method in ("add", "publish"):
         with monkeypatch.context() as patch:
             patch.setattr(Upload, method, full)
             with pytest.raises(DilocoError, match=r"the coordinator cannot store this: .*No space left on device"):

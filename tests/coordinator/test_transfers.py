@@ -26,7 +26,7 @@ from diloco.v1 import coordinator_pb2 as pb
 from island.link import Link
 from tests.processes import wait_until
 from tests.proxy import Proxy, proxied
-from tests.support import BOUND_S, Rig, Visitor, configure, draw, part
+from tests.support import BOUND_S, Rig, Visitor, configure, draw, part, wait_quiet
 
 CHUNK = 2**14
 ROWS = 12
@@ -235,6 +235,7 @@ def test_first_parameters_go_on_too_and_leave_nothing(tmp_path: Path) -> None:
         proxy.target = at.address
         assert seeding.result(BOUND_S) == pb.Receipt()
         assert link.resumes == 1
+        wait_quiet(at.served)
         assert at.inbox() == []
         assert a.fetch(FRAGMENT, anchor=True)[1].view(torch.float32).equal(VALUES)
 

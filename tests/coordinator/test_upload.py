@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 from collections.abc import Iterator
@@ -95,17 +94,20 @@ def test_a_disk_that_fails_half_way_takes_the_rest_later(upload: Upload, monkeyp
 def test_a_sender_that_begins_again_with_other_bytes_takes_over_where_they_differ(upload: Upload) -> None:
     other = PAYLOAD[:600] + bytes(400)
     upload.open()
-    upload.add_all([cut(PAYLOAD, first, 300) for first in (0, 300, 600, 900)])
+    for first in (0, 300, 600, 900):
+        upload.add(cut(PAYLOAD, first, 300))
     assert [upload.add(cut(other, first, 300)) for first in (0, 300, 600)] == [False, False, True]
     assert (upload.have, upload.digest) == (900, digest(other[:900]))
-    upload.add_all([cut(other, 900, 100), xxhash.xxh3_128_digest(other)])
+    upload.add(cut(other, 900, 100))
+    upload.add(xxhash.xxh3_128_digest(other))
     upload.check_complete()
     assert upload.path.read_bytes() == other
 
 
 def test_a_damaged_chunk_that_comes_again_takes_nothing_away(upload: Upload) -> None:
     upload.open()
-    upload.add_all([cut(PAYLOAD, first, 300) for first in (0, 300, 600)])
+    for first in (0, 300, 600):
+        upload.add(cut(PAYLOAD, first, 300))
     message = bytearray(cut(PAYLOAD, 300, 200))
     message[-1] ^= 1
     with pytest.raises(CodecError, match="damaged"):
@@ -184,39 +186,12 @@ def test_whatever_happens_what_it_has_is_a_prefix_of_the_payload(tmp_path: Path,
     upload.close()
 
 
-def batches() -> st.SearchStrategy[list[list[int]]]:
-    """Messages by number, -1 for the end, as they may come: again, and out of order."""
-    return st.lists(st.lists(st.integers(-1, 9), max_size=6), max_size=8)
-
-
-@given(batches())
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_messages_together_come_to_what_they_come_to_one_by_one(
-    tmp_path_factory: pytest.TempPathFactory, given: list[list[int]]
-) -> None:
-    messages = {n: cut(PAYLOAD, 100 * n, 100) for n in range(10)} | {-1: END}
-    ends = []
-    for together in (True, False):
-        upload = Upload(tmp_path_factory.mktemp("upload"), REAL, SLOT, len(PAYLOAD))
-        upload.open()
-        for batch in given:
-            with contextlib.suppress(CodecError):
-                if together:
-                    upload.add_all([messages[n] for n in batch])
-                else:
-                    for n in batch:
-                        upload.add(messages[n])
-        ends.append((upload.have, upload.digest, bytes(upload.payload[: upload.have].tolist())))
-        upload.discard()
-    assert ends[0] == ends[1]
-    assert ends[0][2] == PAYLOAD[: ends[0][0]]
-
-
 def test_a_disk_that_takes_less_at_a_time_takes_all(upload: Upload, monkeypatch: pytest.MonkeyPatch) -> None:
     upload.open()
     write = os.pwritev
     monkeypatch.setattr("os.pwritev", lambda file, blocks, at: write(file, [blocks[0][:7]], at))
-    upload.add_all([*(cut(PAYLOAD, first, 300) for first in range(0, 1000, 300)), END])
+    for message in (*(cut(PAYLOAD, first, 300) for first in range(0, 1000, 300)), END):
+        upload.add(message)
     upload.check_complete()
     assert upload.path.read_bytes() == PAYLOAD
 

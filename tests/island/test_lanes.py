@@ -21,10 +21,10 @@ from diloco.fragments import Fragment
 from diloco.lane import Lane
 from diloco.v1 import coordinator_pb2 as pb
 from island.lanes import LaneCall, LaneError, Lanes
-from tests.lanes import held, pushed, receipt, wait_held, wait_quiet
+from tests.lanes import held, pushed, receipt, wait_held
 from tests.processes import wait_until
 from tests.proxy import OnlyGrpc, Proxy, proxied
-from tests.support import BOUND_S, MODEL, Clock, Visitor, configure, draw, floats, part, serving, visit
+from tests.support import BOUND_S, MODEL, Clock, Visitor, configure, draw, floats, part, serving, visit, wait_quiet
 
 
 class Site:
@@ -168,7 +168,7 @@ def test_lanes_that_are_given_back_after_the_end_are_closed(site: Site) -> None:
 
 
 def gone(site: Site) -> bool:
-    return all(island.lanes._stirs(lane) for lane in site.idle())
+    return all(lane.stirs() for lane in site.idle())
 
 
 def test_a_lane_that_the_coordinator_has_closed_is_not_used(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_a_lane_that_the_coordinator_has_closed_is_not_used(site: Site, monkeypa
 
 def test_a_lane_that_is_closed_just_then_is_tried_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     site = make(patience_s=BOUND_S)
-    monkeypatch.setattr(island.lanes, "_stirs", lambda lane: False)
+    monkeypatch.setattr(Lane, "stirs", lambda lane, within_s=0.0: False)
     for number in range(len(site.fragments)):
         assert site.seed(number) == pb.Receipt()
         site.line.cut()
