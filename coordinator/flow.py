@@ -17,11 +17,9 @@ from coordinator.upload import Upload
 from diloco.errors import DeadlineExceeded, Malformed
 from diloco.framing import Bytes, Placed
 from diloco.v1 import coordinator_pb2 as pb
-from diloco.window import Window
+from diloco.window import TELL_BYTES, Window
 
 log = logging.getLogger("diloco.coordinator")
-TELL_BYTES = 4 * 2**20
-"""A sender hears how far its payload has come after so much at the latest, and whenever it pauses."""
 
 
 class Flow:

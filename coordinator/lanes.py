@@ -19,6 +19,7 @@ from diloco.errors import Malformed
 from diloco.framing import FRAME_BYTES, Bytes, Placed
 from diloco.lane import Encryption, Kind, Lane
 from diloco.v1 import coordinator_pb2 as pb
+from diloco.window import PAUSE_S
 
 log = logging.getLogger("diloco.coordinator")
 IDLE_S = 120.0
@@ -29,8 +30,6 @@ LAST_S = 10.0
 """How long a caller may take to end a call that is over, or to shake hands."""
 
 
-PAUSE_S = 0.001
-"""A caller from whom nothing comes for so long may wait for an answer."""
 Take = Callable[[Bytes | Placed, Callable[[], bool]], bytes | None]
 """Takes a message, whose memory is used again afterwards; may ask whether another comes at once, and returns what is to
 be sent."""

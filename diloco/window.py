@@ -21,6 +21,11 @@ SLACK_S = 0.005
 """Time more than twice the least that is no sign of a queue."""
 MODERATE_BYTES, MODERATE_S = 2**23, 0.1
 """Up to this size a window may have so much slack: messages of 1 MiB overlap in it with what is done to them."""
+TELL_BYTES = 4 * 2**20
+"""A sender hears how far its payload has come after so much at the latest, and whenever it pauses: to hear of every
+message would cost both sides as much as the messages do."""
+PAUSE_S = 0.001
+"""A sender from whom nothing comes for so long may wait to hear."""
 LOOKS = 16
 """Times in a row that the smallest window takes longer before the route is taken to have become longer: such a window
 makes next to no queue of its own."""

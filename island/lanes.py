@@ -17,6 +17,7 @@ from diloco.framing import Bytes, Placed
 from diloco.lane import ALPN, KEEPALIVE, Encryption, Kind, Lane
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
+from diloco.window import PAUSE_S
 
 log = logging.getLogger("diloco.island")
 CONNECT_S = 10.0
@@ -43,6 +44,9 @@ class Stream(Protocol):
 
     room: Room
     """Where to put the payload of a chunk that is an answer of so many bytes; a stream may ask, and use it."""
+
+    def more(self) -> bool:
+        """Whether another answer comes at once; not where that cannot be known."""
 
     def cancel(self) -> None:
         """Ends it from any thread, for those who wait for its answers too."""
@@ -219,6 +223,10 @@ class LaneCall:
         self._whole = kind is Kind.END
         raise StopIteration
 
+    def more(self) -> bool:
+        """Whether something comes at once."""
+        return self._lane.stirs(PAUSE_S)
+
     def cancel(self) -> None:
         """Ends it from any thread; of no effect after `close`, when the lane may be another call's."""
         with self._lock:
@@ -250,6 +258,10 @@ class GrpcCall:
 
     def __next__(self) -> Bytes | Placed:
         return bytes(next(self._call))
+
+    def more(self) -> bool:
+        """It is not known."""
+        return False
 
     def cancel(self) -> None:
         """Ends it from any thread."""

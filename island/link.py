@@ -48,7 +48,7 @@ from diloco.framing import (
 )
 from diloco.tls import TLS
 from diloco.v1 import coordinator_pb2 as pb
-from diloco.window import FIRST_BYTES, FIRST_LIMIT_BYTES, Window
+from diloco.window import FIRST_BYTES, FIRST_LIMIT_BYTES, TELL_BYTES, Window
 from island.lanes import GrpcCall, LaneCall, Lanes, Parts, Stream
 from island.sockets import SocketCounter, Traffic
 from island.spool import Spool
@@ -413,7 +413,7 @@ class Link:
                 else:
                     self._forget(held, pace)
                     held.append((header, self._collector(header, spool)))
-                (header, collector), ended = held[0], None
+                (header, collector), ended, told = held[0], None, held[0][1].have
                 stream.room = collector.room
                 for message in stream:
                     self._down.take(len(message))
@@ -424,7 +424,9 @@ class Link:
                     follow(collector.payload, collector.have)
                     failpoint("fetch-receiving")
                     pace.move(collector.have)
-                    progress.put(collector.have)
+                    if collector.have - told >= TELL_BYTES or not stream.more():
+                        told = collector.have
+                        progress.put(told)
                 payload = collector.finish()
                 if header.outcome == "committed":
                     if ended is None:
