@@ -6,16 +6,18 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy
+import numpy.typing
 import torch
-from torch import Tensor
 
 from coordinator.fold import check_values
 from diloco.codec import Codec
 from diloco.errors import CodecError, DivergedError
 from diloco.layout import Piece
 
-AT_ONCE = 2**16
+AT_ONCE = 2**17
 """Values that are looked at together, at least."""
+Coded = numpy.typing.NDArray[numpy.uint8]
+"""Coded values. Slices of arrays, unlike those of tensors, leave the GIL to whoever has it."""
 
 
 class _Span(NamedTuple):
@@ -39,7 +41,7 @@ class Scan:
         self._spans = _cut(pieces, codecs)
         self._span = next(self._spans, None)
         self._come = 0
-        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._rest: Coded = numpy.empty(0, numpy.uint8)
         """What has come of a span that is not here yet."""
         self._error: DivergedError | CodecError | None = None
         self._torn = False
@@ -51,11 +53,11 @@ class Scan:
         first, self._come = offset - len(self._rest), offset + len(fresh)
         if self._torn or self._error:
             return
-        coded = numpy.frombuffer(fresh, numpy.uint8)
-        come = torch.from_numpy(coded if coded.flags.writeable else coded.copy())
+        come: Coded = numpy.frombuffer(fresh, numpy.uint8)
+        come = come if come.flags.writeable else come.copy()  # torch takes no other
         if len(self._rest) and self._span:  # the span that began before
             missing = self._span.end - offset
-            self._rest, come = torch.cat((self._rest, come[:missing])), come[missing:]
+            self._rest, come = numpy.concatenate((self._rest, come[:missing])), come[missing:]
             if self._span.end > self._come:
                 return
             self._check(self._span.piece, self._span.codec, self._rest, self._span.numel)
@@ -68,11 +70,11 @@ class Scan:
                 self._span = next(self._spans, None)
             self._check(piece, codec, come[begin - first : end - first], numel)
             come, first = come[end - first :], end
-        self._rest = come.clone()
+        self._rest = come.copy()
 
-    def _check(self, piece: Piece, codec: Codec, coded: Tensor, numel: int) -> None:
+    def _check(self, piece: Piece, codec: Codec, coded: Coded, numel: int) -> None:
         try:
-            check_values(piece, codec, coded, numel, threads=1)
+            check_values(piece, codec, torch.from_numpy(coded), numel, threads=1)
         except (DivergedError, CodecError) as error:
             self._error = self._error or error
 

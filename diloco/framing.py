@@ -11,8 +11,9 @@ headers are in `proto/`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy
 import torch
@@ -38,6 +39,8 @@ Bytes = bytes | bytearray | memoryview
 _FRAME = struct.Struct("<QQ")
 FRAME_BYTES = _FRAME.size
 """Bytes of a chunk before its payload."""
+SMALL_BYTES = 2**14
+"""What is smaller costs more to send by itself than to copy."""
 END_BYTES = 16
 """Bytes of the end of a push."""
 UPDATE_END_BYTES = 8
@@ -49,16 +52,17 @@ def check_of(whole: xxhash.xxh3_128) -> int:
     return whole.intdigest() & (2**64 - 1)
 
 
-def frame(payload: memoryview, offset: int, whole: xxhash.xxh3_128) -> bytes:
-    """What comes before a chunk: the bytes of the whole payload from `offset`, of which `whole` has taken those before,
-    and takes these."""
-    whole.update(payload)
-    return _FRAME.pack(offset, check_of(whole))
+def framed(payload: Sequence[memoryview], offset: int, whole: xxhash.xxh3_128) -> tuple[Bytes, ...]:
+    """A chunk as its parts, the frame and then `payload`: the bytes of the whole payload from `offset`, of which
+    `whole` has taken those before, and takes these."""
+    for part in payload:
+        whole.update(part)
+    return _FRAME.pack(offset, check_of(whole)), *payload
 
 
 def chunk(payload: memoryview, offset: int, whole: xxhash.xxh3_128) -> bytes:
-    """One message of a bulk stream, as `frame` says."""
-    return b"".join((frame(payload, offset, whole), payload))
+    """One message of a bulk stream, as `framed` says."""
+    return b"".join(framed([payload], offset, whole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ def split(
     ended: bool = False,
 ) -> Iterator[tuple[Bytes, ...]]:
     """Cuts payloads (uint8, contiguous) into messages of at most `chunk_bytes`, filled across their borders. A message
-    comes as its parts one after the other: what is of the payload is a view of it, where it lies in one piece.
+    comes as its parts one after the other: what is of the payload is views of it, where it lies.
 
     Args:
         parts: the whole payload, in order.
@@ -119,15 +123,13 @@ def split(
             waiting.append(taken)
             room -= len(taken)
             if not room:
-                full, waiting = _joined(waiting), []
-                yield frame(full, offset, whole), full
-                room, offset = size(), offset + len(full)
+                full, waiting = _gathered(waiting), []
+                yield framed(full, offset, whole)
+                room, offset = size(), offset + sum(map(len, full))
         if left == 0:
             break
     if waiting:
-        last = _joined(waiting)
-        yield frame(last, offset, whole), last
-        offset += len(last)
+        yield framed(_gathered(waiting), offset, whole)
     if ended:
         yield (whole.digest(),)
 
@@ -144,8 +146,10 @@ def chunks(
     return map(b"".join, split(parts, chunk_bytes, first_byte, end_byte, ended=ended))
 
 
-def _joined(views: list[memoryview]) -> memoryview:
-    return views[0] if len(views) == 1 else memoryview(b"".join(views))
+def _gathered(views: Sequence[memoryview]) -> list[memoryview]:
+    """The same bytes in fewer parts: small ones that follow each other are copied into one."""
+    groups = [(small, list(group)) for small, group in groupby(views, key=lambda view: len(view) < SMALL_BYTES)]
+    return [part for small, group in groups for part in ([memoryview(b"".join(group))] if small else group)]
 
 
 def digest_of(parts: Iterable[Tensor], length: int) -> str:

@@ -30,6 +30,8 @@ READ_BYTES = 2**18
 """Encrypted bytes that are read at a time."""
 WRITE_BYTES = 2**16
 """Bytes that are encrypted at a time: they stay in the cache."""
+PARTS = 512
+"""Most that are sent at a time; systems take 1024."""
 SMALL_BYTES = 2**12
 """What a socket that may be written to has room for."""
 _HEAD = struct.Struct("<IB")
@@ -133,17 +135,18 @@ class Encryption:
     def receive(self, sock: Socket, view: memoryview) -> int:
         """Receives; returns how many bytes came, none at the end. One at a time."""
         while True:
-            with self._lock, contextlib.suppress(ssl.SSLWantReadError):
-                return self._read(view)
-            if not self._feed(sock):
-                return 0
+            count = self._read(view)
+            if count or not self._feed(sock):
+                return count
 
     def _read(self, view: memoryview) -> int:
+        """Decrypts what has come, as far as there is room for it: OpenSSL gives a record at a time."""
         read: Any = self._tls.read  # returns a count where it is given a buffer
-        try:
-            return int(read(len(view), view))
-        except ssl.SSLEOFError:
-            return 0
+        have = 0
+        with self._lock, contextlib.suppress(ssl.SSLWantReadError, ssl.SSLEOFError):
+            while have < len(view) and (count := read(len(view) - have, view[have:])):
+                have += count
+        return have
 
     def _feed(self, sock: Socket) -> int:
         count = sock.recv_into(self._buffer)
@@ -253,7 +256,7 @@ class Lane:
                 return
             left: list[Any] = parts
             while left:
-                sent = self._sock.sendmsg(left)
+                sent = self._sock.sendmsg(left[:PARTS])
                 while left and sent >= len(left[0]):
                     sent -= len(left.pop(0))
                 if sent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol
@@ -16,6 +17,7 @@ from diloco.layout import Box, TensorSpec
 
 AT_ONCE = 2**18
 """Values that eager definitions work on at a time, so that what they make stays in the cache."""
+_BITS, _FLOAT = struct.Struct("=i"), struct.Struct("=f")
 
 
 class Choice(Protocol):
@@ -143,7 +145,7 @@ class Codec(ABC):
         for begin in range(done, numel, self.at_once):
             values = self.window(payload, numel, begin, min(begin + self.at_once, numel))
             most = max(most, int((values.view(torch.int32) & 0x7FFFFFFF).max()))
-        return torch.tensor(most, dtype=torch.int32).view(torch.float32).item()
+        return float(_FLOAT.unpack(_BITS.pack(most))[0])
 
     def bad(self, what: str) -> CodecError:
         """The error of a payload that no encoder of this codec writes."""

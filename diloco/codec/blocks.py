@@ -128,6 +128,8 @@ def touched(shape: Sequence[int], box: Box, block: int) -> Tensor:
     starts, length = box.runs(shape)
     if not length:
         return starts
+    if len(starts) == 1:
+        return torch.arange(int(starts) // block, (int(starts) + length - 1) // block + 1)
     first, last = starts // block, (starts + (length - 1)) // block
     counts = last - first + 1
     before = (counts.cumsum(0) - counts).repeat_interleave(counts)

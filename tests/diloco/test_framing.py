@@ -221,3 +221,12 @@ def test_what_is_no_piece_of_the_model_is_refused(tensor: int, offset: tuple[int
     good = pb.Piece(tensor=1, offset=(0, 0), size=(3, 4))
     with pytest.raises(LayoutError, match=f"no piece of the model: tensor {tensor}, Box"):
         pieces_from_proto([good, pb.Piece(tensor=tensor, offset=offset, size=size)], layout)
+
+
+def test_what_is_large_is_sent_from_where_it_lies_and_what_is_small_together() -> None:
+    large, small = torch.arange(3 * framing.SMALL_BYTES).to(torch.uint8), torch.arange(5).to(torch.uint8)
+    parts = [small, small, large, small, large, large, small]
+    [(head, *sent)] = framing.split(parts, 2**20)
+    assert [len(part) for part in sent] == [10, len(large), 5, len(large), len(large), 5]
+    assert [torch.frombuffer(sent[i], dtype=torch.uint8).data_ptr() for i in (1, 3, 4)] == [large.data_ptr()] * 3
+    assert b"".join((head, *sent)) == framing.chunk(memoryview(torch.cat(parts).numpy().data), 0, xxhash.xxh3_128())
