@@ -98,6 +98,11 @@ class Worker:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """Its process, where nothing comes before the command."""
+        return self._process.pid
+
     def ask(self, *words: object) -> Any:
         """Has it do something; its answer."""
         self.tell(*words)

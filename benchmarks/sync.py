@@ -1,7 +1,8 @@
 """A whole sync of two islands through a coordinator, all processes of their own, beside its slowest stage.
 
 The stages are encode, send, fold, receive and decode. Each is measured alone, for the same bytes: both islands do it at
-once, and nobody does anything else. In the sync they may overlap, so that at best it takes as long as the slowest.
+once, and nobody does anything else. In the sync they may overlap, so that at best it takes as long as the slowest; or,
+where the three processes share a few cores, as long as these cores need for all that is done.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import psutil
 
 from benchmarks.certificates import HERE, Authority
 from benchmarks.processes import Worker, coordinator, together
@@ -30,6 +33,8 @@ LAYERS = 16
 TURNS, WARM = 5, 2
 """The first turns warm up: files are written over once two snapshots are kept."""
 FOLD_S = 120.0
+TICK_S = 0.01
+"""What the work of a process is counted in."""
 PACKET = 1514 / 1448
 """Bytes of a packet over those that a socket sees of it, as the line counts them: Ethernet, IP and TCP with times."""
 RUN = """
@@ -123,7 +128,8 @@ def measure(
         if far:
             yield from _on_line(name, sites, far, link_mbps, fragments, say)
         else:
-            yield from _on_loopback(name, codec, bits, sites, host.state / "events.jsonl", fragments, say)
+            processes = [psutil.Process(pid) for pid in (host.pid, *(site.pid for site in sites))]
+            yield from _on_loopback(name, codec, bits, sites, processes, host.state / "events.jsonl", fragments, say)
 
 
 def _on_loopback(
@@ -131,6 +137,7 @@ def _on_loopback(
     codec: str,
     bits: float,
     sites: Sequence[Worker],
+    processes: Sequence[psutil.Process],
     events: Path,
     fragments: int,
     say: Callable[[str], None],
@@ -145,7 +152,9 @@ def _on_loopback(
             if what == "fold":
                 seconds = _fold_seconds(events, fragments * (1 + 3 * turn), fragments)
             elif what == "whole":
+                worked = _worked(processes)
                 seconds = _whole(sites)
+                columns.setdefault("work", []).append((_worked(processes) - worked) / (os.cpu_count() or 1))
             else:
                 seconds = max(together(sites, what))
             columns.setdefault(what, []).append(seconds)
@@ -153,6 +162,7 @@ def _on_loopback(
                 sites[0].ask("snapshot")
     found = {what: statistics.median(column[WARM:]) for what, column in columns.items()}
     slowest = max(found[stage] for stage in STAGES)
+    work = max(TICK_S, statistics.mean(columns["work"][WARM:]))  # it comes in ticks
     for stage in STAGES:
         way = DIRECTION.get(stage, "")
         yield Record(
@@ -165,6 +175,7 @@ def _on_loopback(
             bits_per_parameter=bits if way else None,
         )
     yield Record(name=f"{name}: whole, beside its slowest stage", value=found["whole"], unit="s", limit=slowest)
+    yield Record(name=f"{name}: whole, beside the work of it", value=found["whole"], unit="s", limit=work)
     for what in HELD:
         how = what.replace("_", " ")
         yield Record(name=f"{name}: training {how}, beside one copy", value=found[what], unit="s", limit=found["copy"])
@@ -210,6 +221,11 @@ def _whole(sites: Sequence[Worker]) -> float:
     begin = time.perf_counter()
     together(sites, "sync")
     return time.perf_counter() - begin
+
+
+def _worked(processes: Sequence[psutil.Process]) -> float:
+    """Seconds that cores have worked for these processes."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def _fold_seconds(events: Path, count: int, fragments: int) -> float:

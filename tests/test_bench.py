@@ -53,9 +53,11 @@ def test_codecs_are_measured_both_ways(tmp_path: Path) -> None:
 
 def test_a_sync_is_measured_by_stages_and_as_a_whole(tmp_path: Path) -> None:
     found = measured(tmp_path, "sync", *SMALL, "--tls", "--fragments", "2", "--codec", "auto")
-    stages, (whole, *held) = found[: len(STAGES)], found[len(STAGES) :]
+    stages, (whole, work, *held) = found[: len(STAGES)], found[len(STAGES) :]
     assert [stage in record["name"] for stage, record in zip(STAGES, stages, strict=True)] == [True] * len(STAGES)
     assert max(record["value"] for record in stages) == whole["limit"] == stages[0]["limit"]
+    assert work["limit"] > 0
+    assert work["value"] == whole["value"]
     assert ["held to" in record["name"] for record in held] == [True, True]
 
 
