@@ -228,6 +228,7 @@ class Bulk:
             flow.stop()
             pouring.cancel()
             coming.cancel()
+            await asyncio.wait((pouring,))  # it sends nothing any more, as a call sends one thing at a time
         return None
 
     async def _received(self, push: _Push, upload: Upload, scan: Scan) -> pb.Receipt:

@@ -51,6 +51,7 @@ class LaneCall:
         self._coming: asyncio.Queue[Bytes | Placed | Exception | None] = asyncio.Queue()
         self._asked = threading.Semaphore(0)
         self._take: Take | None = None
+        self._replying = threading.Lock()
         self._room: numpy.ndarray[Any, Any] = numpy.empty(0, numpy.uint8)
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._over = False
@@ -93,15 +94,17 @@ class LaneCall:
         """Has a message taken, or waits until it is asked for; once nobody wants any more, it is passed over."""
         if not (self._over or self._take):
             self._asked.acquire()
+        take = self._take
         if self._over:
             return
-        if not self._take:
+        if not take:
             self._on_loop(self._coming.put_nowait, message)
             return
         try:
-            reply = self._take(message, partial(self._lane.stirs, PAUSE_S))
-            if reply:
-                self._lane.send(Kind.MESSAGE, reply)
+            reply = take(message, partial(self._lane.stirs, PAUSE_S))
+            with self._replying:
+                if reply and not self._over and self._lane.takes_at_once(len(reply)):
+                    self._lane.send(Kind.MESSAGE, reply)
         except Exception as error:  # noqa: BLE001 - whoever has it poured raises it
             self._over = True
             self._on_loop(self._coming.put_nowait, error)
@@ -131,9 +134,14 @@ class LaneCall:
 
     async def pour(self, take: Take) -> None:
         """Has `take` take every message that still comes, on the thread that receives it, and sends what it returns,
-        until the caller's end. Raises what it raises, and then calls it no more."""
+        unless the caller lets that pile up, until the caller's end. Raises what it raises, and then calls it no more.
+        What comes once this has ended is passed over."""
         self._take = take
-        await self._next()
+        try:
+            await self._next()
+        finally:
+            with self._replying:  # what is sent from now on is the method's
+                self._over = True
 
     def finish(self) -> None:
         """Whatever still comes is passed over."""

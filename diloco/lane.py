@@ -185,11 +185,7 @@ class Lane:
 
     def takes_at_once(self, count: int) -> bool:
         """Whether so many bytes may be sent now without waiting, by whoever alone sends."""
-        if count > SMALL_BYTES or self._sending.locked():
-            return False
-        waiting = select.poll()
-        waiting.register(self._sock, select.POLLOUT)
-        return bool(waiting.poll(0))
+        return count <= SMALL_BYTES and not self._sending.locked() and self._ready(select.POLLOUT, 0.0)
 
     def receive(
         self, room: Callable[[int], memoryview | None] = lambda count: None
@@ -239,9 +235,16 @@ class Lane:
 
     def stirs(self, within_s: float = 0.0) -> bool:
         """Whether something comes within so many seconds that no frame has had, be it the lane's end."""
+        return self.pending or self._ready(select.POLLIN, within_s)
+
+    def _ready(self, event: int, within_s: float) -> bool:
+        """Whether the socket is, within so many seconds. One that is closed is: whoever uses it finds that out."""
         waiting = select.poll()
-        waiting.register(self._sock, select.POLLIN)
-        return self.pending or bool(waiting.poll(within_s * 1000))
+        try:
+            waiting.register(self._sock, event)
+        except (OSError, ValueError):
+            return True
+        return bool(waiting.poll(within_s * 1000))
 
     def close(self) -> None:
         """Closes the lane; threads that wait in it fail."""

@@ -148,6 +148,41 @@ def test_a_call_that_has_ended_on_its_callers_side_is_answered(stack: ExitStack)
     assert asyncio.run(ask()) == [b"aa", b"bb", b"cc", b"dd", b"last"]
 
 
+def test_what_is_to_be_said_of_a_message_after_the_end_is_not_said(stack: ExitStack) -> None:
+    """The caller would take it for an answer to its next call."""
+    entered, go_on, left = threading.Event(), threading.Event(), threading.Event()
+    calls = iter((b"last", b"again"))
+
+    def take(message: object, more: object) -> bytes:
+        entered.set()
+        assert go_on.wait(BOUND_S)
+        left.set()
+        return b"late"
+
+    async def method(messages: object, context: lanes.LaneCall) -> None:
+        answer = next(calls)
+        if answer == b"last":
+            pouring = asyncio.ensure_future(context.pour(take))
+            await asyncio.to_thread(entered.wait, BOUND_S)
+            pouring.cancel()
+            await asyncio.wait((pouring,))
+        await context.conclude(answer)
+        go_on.set()
+
+    async def ask() -> list[list[bytes]]:
+        alone = Alone(method, stack)
+        task = alone.serve()
+        await asyncio.to_thread(alone.ask, b"x", b"y")
+        first = await asyncio.to_thread(answers, alone.caller)
+        await asyncio.to_thread(left.wait, BOUND_S)
+        say(alone.caller, called("Ask", b"x"))
+        second = await asyncio.to_thread(alone.hear)
+        await asyncio.wait_for(task, BOUND_S)
+        return [first, second]
+
+    assert asyncio.run(ask()) == [[b"last"], [b"again"]]
+
+
 def test_who_hears_no_more_of_a_receiver_lets_what_comes_pass(caplog: pytest.LogCaptureFixture) -> None:
     async def messages() -> AsyncIterator[bytes]:
         raise Malformed("no frame")

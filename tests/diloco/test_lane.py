@@ -21,7 +21,7 @@ from benchmarks.certificates import Authority
 from coordinator.tls import server as secured
 from diloco.errors import Malformed
 from diloco.framing import CONTROL_LIMIT_BYTES, FRAME_BYTES, Placed
-from diloco.lane import ALPN, HEAD_BYTES, HELLO, Encryption, Kind, Lane
+from diloco.lane import ALPN, HEAD_BYTES, HELLO, PARTS, SMALL_BYTES, Encryption, Kind, Lane
 from diloco.tls import TLS
 from island.lanes import _context
 from tests.support import BOUND_S
@@ -113,15 +113,43 @@ def raw(lane: Lane, data: bytes) -> None:
 
 LARGE = random.Random(7).randbytes(2**20 + 3)
 CONTENTS = [(), (b"",), (b"x",), (b"", b"ab", bytearray(b"c"), memoryview(b"def")), (LARGE,), (b"head", LARGE, b"")]
+MANY = tuple(bytes([i % 256]) * 3 for i in range(3 * PARTS))
 
 
 @pytest.mark.parametrize("kind", Kind)
-@pytest.mark.parametrize("parts", CONTENTS, ids=["none", "empty", "byte", "parts", "large", "large-parts"])
+@pytest.mark.parametrize(
+    "parts", [*CONTENTS, MANY], ids=["none", "empty", "byte", "parts", "large", "large-parts", "more than go at once"]
+)
 def test_a_frame_comes_as_it_is_sent(pair: Pair, ends: Ends, kind: Kind, parts: tuple[bytes, ...]) -> None:
     for one, other in (pair, pair[::-1]):
         sending, receiving = ends.both(partial(one.send, kind, *parts), other.receive)
         sending.result()
         assert taken(receiving.result()) == (kind, b"".join(parts))
+
+
+def test_a_lane_says_what_can_be_done_without_waiting(pair: Pair) -> None:
+    near, far = pair
+    assert near.takes_at_once(SMALL_BYTES)
+    assert not near.takes_at_once(SMALL_BYTES + 1)
+    assert not far.stirs()
+    near.send(Kind.MESSAGE, b"x")
+    assert far.stirs(BOUND_S)
+    assert taken(far.receive()) == (Kind.MESSAGE, b"x")
+    assert not far.stirs()
+    near.close()
+    assert far.stirs(BOUND_S), "its end"
+    assert near.stirs()
+    assert near.takes_at_once(1)
+    with pytest.raises(OSError):
+        near.send(Kind.MESSAGE, b"x")
+
+
+def test_a_lane_that_is_full_takes_nothing_at_once(ends: Ends) -> None:
+    ends.socks[0].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        while ends.socks[0].send(LARGE):
+            pass
+    assert not Lane(ends.socks[0]).takes_at_once(1)
 
 
 def test_frames_of_one_write_come_one_by_one(pair: Pair) -> None:
