@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,6 +94,6 @@ def wait_held(before: tuple[list[str], int]) -> None:
 
     def back() -> bool:
         names, descriptors = held()
-        return names == before[0] and descriptors <= before[1]
+        return not Counter(names) - Counter(before[0]) and descriptors <= before[1]
 
     wait_until(back, f"no more than {before} is left", BOUND_S)
